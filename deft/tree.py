@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,20 @@ def indptr_of(counts: npt.NDArray[Any]) -> LongArray:
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=out[1:])
     return out
+
+
+class Segments(NamedTuple):
+    """Token runs [start, end) of nodes and the range [begin, stop) of `query_order` that sees them.
+
+    is_open: the run grows with its node (its end is the node's length).
+    """
+
+    node: IntArray
+    start: IntArray
+    end: IntArray
+    query_begin: LongArray
+    query_end: LongArray
+    is_open: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,8 +229,14 @@ class DecodeTree:
 
     @cached_property
     def query_order(self) -> IntArray:
-        """Query ids sorted by the depth-first rank of their nodes, then by query id."""
-        return np.argsort(self.dfs_rank[self.query_node], kind="stable").astype(np.int32)
+        """Query ids sorted by the depth-first rank of their nodes, then query_len, then query id.
+
+        The queries that see any one token are therefore a contiguous range of this order.
+        """
+        rank = self.dfs_rank[self.query_node]
+        if self.query_len is None:
+            return np.argsort(rank, kind="stable").astype(np.int32)
+        return np.lexsort((self.query_len, rank)).astype(np.int32)
 
     @cached_property
     def node_queries(self) -> tuple[LongArray, LongArray]:
@@ -258,15 +278,7 @@ class DecodeTree:
     @cached_property
     def attended_tokens(self) -> int:
         """KV tokens that at least one query sees: what must be read at least once."""
-        begin, end = self.node_queries
-        seen = np.where(end > begin, self.node_len, 0).astype(np.int64)
-        if self.query_len is not None and self.num_qo:
-            own = np.zeros(self.num_nodes, np.int64)
-            np.maximum.at(own, self.query_node, self.query_len)
-            at_node = np.bincount(self.query_node, minlength=self.num_nodes)
-            only_own = (end - begin) == at_node
-            seen = np.where(only_own & (end > begin), own, seen)
-        return int(seen.sum())
+        return int((self.segments.end - self.segments.start).sum(dtype=np.int64))
 
     @cached_property
     def sharing_factor(self) -> float:
@@ -276,6 +288,44 @@ class DecodeTree:
     def flops(self, shape: HeadShape) -> int:
         """Useful FLOPs of one attention layer: 4 x head_dim per visible (query head, token) pair."""
         return int(self.query_kv_len.sum()) * shape.num_qo_heads * shape.head_dim * 4
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Token runs that one set of queries sees, depth-first: what planners group and cut.
+
+        A segment is a node, cut at every distinct query_len of the queries that sit on it. Segments
+        without tokens or without queries are left out.
+        """
+        begin, end = self.node_queries
+        order = np.argsort(self.dfs_rank, kind="stable").astype(np.int32)
+        if self.query_len is None:
+            keep = order[(self.node_len[order] > 0) & (end[order] > begin[order])]
+            zeros = np.zeros(len(keep), np.int32)
+            return Segments(
+                keep, zeros, self.node_len[keep], begin[keep], end[keep], np.ones(len(keep), bool)
+            )
+        # Cut points per node: 0, the distinct query_len on it, its length.
+        nodes = np.r_[np.arange(self.num_nodes), np.arange(self.num_nodes), self.query_node]
+        cuts = np.r_[np.zeros(self.num_nodes, np.int64), self.node_len, self.query_len]
+        pairs = np.unique(np.stack([self.dfs_rank[nodes], cuts, nodes]), axis=1)
+        same = pairs[0, 1:] == pairs[0, :-1]
+        node = pairs[2, :-1][same]
+        start, stop = pairs[1, :-1][same], pairs[1, 1:][same]
+        # Own queries come first in the node's range, by query_len: those with query_len < stop drop out.
+        rank, length = self.dfs_rank[self.query_node], self.query_len
+        key = (rank.astype(np.int64) << 32) + length
+        first = np.searchsorted(np.sort(key), (self.dfs_rank[node].astype(np.int64) << 32) + stop)
+        first = np.maximum(first, begin[node])
+        keep = (stop > start) & (end[node] > first)
+        full = ~np.isin(node, self.query_node)
+        return Segments(
+            node[keep].astype(np.int32),
+            start[keep].astype(np.int32),
+            stop[keep].astype(np.int32),
+            first[keep],
+            end[node][keep],
+            (full & (stop == self.node_len[node]))[keep],
+        )
 
     # ---- derived trees and files -------------------------------------------------------------
     def with_lengths(self, node_len: Sequence[int] | npt.NDArray[Any]) -> DecodeTree:
