@@ -55,6 +55,8 @@ def reference_attention(
         vt = v[tokens].double().transpose(0, 1)
         logits = torch.einsum("qhgd,hdn->hqgn", qs[rows], kt)
         weights = torch.softmax(logits, dim=-1)
-        o[rows] = torch.einsum("hqgn,hnd->qhgd", weights, vt).reshape(len(members), num_qo_heads, head_dim)
+        o[rows] = torch.einsum("hqgn,hnd->qhgd", weights, vt).reshape(
+            len(members), num_qo_heads, head_dim
+        )
         lse[rows] = torch.logsumexp(logits, -1).permute(1, 0, 2).reshape(len(members), num_qo_heads)
     return o, lse

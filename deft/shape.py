@@ -41,11 +41,15 @@ class HeadShape:
                 f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} and {self.num_kv_heads}"
             )
         if self.head_dim == 576:
-            raise ValueError("head_dim 576 is MLA (576/512), which is out of scope; use head_dim <= 256")
+            raise ValueError(
+                "head_dim 576 is MLA (576/512), which is out of scope; use head_dim <= 256"
+            )
         if not 1 <= self.head_dim <= 256:
             raise ValueError(f"head_dim must be in 1..256, got {self.head_dim}")
         if self.dtype in _OUT_OF_SCOPE_DTYPES:
-            raise ValueError(f"dtype {self.dtype} is out of scope (no fp8 cache); use one of {sorted(DTYPE_BYTES)}")
+            raise ValueError(
+                f"dtype {self.dtype} is out of scope (no fp8 cache); use one of {sorted(DTYPE_BYTES)}"
+            )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
 

@@ -86,7 +86,9 @@ def row_rms_error(o: Tensor, ref: Tensor) -> float:
         return 0.0
     diff = (o.double() - ref.double()).square().mean(-1).sqrt()
     size = ref.double().square().mean(-1).sqrt()
-    error = torch.where(size > 0, diff / size.clamp_min(1e-300), torch.where(diff > 0, torch.inf, 0.0))
+    error = torch.where(
+        size > 0, diff / size.clamp_min(1e-300), torch.where(diff > 0, torch.inf, 0.0)
+    )
     return float(torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).max())
 
 
@@ -105,7 +107,9 @@ def assert_close(o: Tensor, ref: Tensor, dtype: str) -> None:
     """
     error = row_rms_error(o, ref)
     if not error <= LIMITS[dtype]:
-        raise AssertionError(f"worst row RMS error {error:.3e} is over the {dtype} limit {LIMITS[dtype]:.0e}")
+        raise AssertionError(
+            f"worst row RMS error {error:.3e} is over the {dtype} limit {LIMITS[dtype]:.0e}"
+        )
 
 
 def assert_lse_close(lse: Tensor, ref: Tensor, dtype: str) -> None:
@@ -142,7 +146,9 @@ def mass_error(lse: Tensor, tree: DecodeTree) -> float:
     return float(torch.nan_to_num(error, nan=torch.inf).max()) if error.numel() else 0.0
 
 
-def assert_mass(o: Tensor, lse: Tensor | None, k: Tensor, v: Tensor, tree: DecodeTree, dtype: str) -> None:
+def assert_mass(
+    o: Tensor, lse: Tensor | None, k: Tensor, v: Tensor, tree: DecodeTree, dtype: str
+) -> None:
     """The q = 0 check: lse = ln(visible) to half a token, o = mean of the visible V.
 
     Args:
@@ -163,4 +169,6 @@ def assert_mass(o: Tensor, lse: Tensor | None, k: Tensor, v: Tensor, tree: Decod
     worst = max_abs_error(o, ref)
     limit = 4 * LIMITS[dtype]
     if not worst <= limit:
-        raise AssertionError(f"mass check: o is off the mean of V by {worst:.3e}, limit {limit:.0e}")
+        raise AssertionError(
+            f"mass check: o is off the mean of V by {worst:.3e}, limit {limit:.0e}"
+        )

@@ -118,18 +118,26 @@ class DecodeTree:
         if bad.size:
             raise ValueError(f"node_len of node {bad[0]} is negative: {self.node_len[bad[0]]}")
         if n and int(self.node_len.sum(dtype=np.int64)) > _INT32_MAX:
-            raise ValueError(f"the tree holds {int(self.node_len.sum(dtype=np.int64))} tokens, beyond int32")
+            raise ValueError(
+                f"the tree holds {int(self.node_len.sum(dtype=np.int64))} tokens, beyond int32"
+            )
         bad = np.flatnonzero((self.query_node < 0) | (self.query_node >= n))
         if bad.size:
-            raise ValueError(f"query {bad[0]} sits on node {self.query_node[bad[0]]}, want 0..{n - 1}")
+            raise ValueError(
+                f"query {bad[0]} sits on node {self.query_node[bad[0]]}, want 0..{n - 1}"
+            )
         if self.query_len is not None:
             if len(self.query_len) != len(self.query_node):
-                raise ValueError(f"query_len has {len(self.query_len)} entries for {len(self.query_node)} queries")
+                raise ValueError(
+                    f"query_len has {len(self.query_len)} entries for {len(self.query_node)} queries"
+                )
             own = self.node_len[self.query_node]
             bad = np.flatnonzero((self.query_len < 0) | (self.query_len > own))
             if bad.size:
                 i = bad[0]
-                raise ValueError(f"query_len of query {i} is {self.query_len[i]}, want 0..{own[i]} (its node's length)")
+                raise ValueError(
+                    f"query_len of query {i} is {self.query_len[i]}, want 0..{own[i]} (its node's length)"
+                )
 
     # ---- sizes -------------------------------------------------------------------------------
     @property
@@ -283,7 +291,9 @@ class DecodeTree:
     @cached_property
     def sharing_factor(self) -> float:
         """F_s = sum of path lengths in tokens / attended tokens (1.0 = nothing shared)."""
-        return float(self.query_kv_len.sum()) / self.attended_tokens if self.attended_tokens else 1.0
+        return (
+            float(self.query_kv_len.sum()) / self.attended_tokens if self.attended_tokens else 1.0
+        )
 
     def flops(self, shape: HeadShape) -> int:
         """Useful FLOPs of one attention layer: 4 x head_dim per visible (query head, token) pair."""
@@ -334,7 +344,9 @@ class DecodeTree:
 
     def to_dict(self) -> dict[str, list[int]]:
         """The file form: parent, node_len, query_node and, if set, query_len as lists."""
-        names = ["parent", "node_len", "query_node"] + (["query_len"] if self.query_len is not None else [])
+        names = ["parent", "node_len", "query_node"] + (
+            ["query_len"] if self.query_len is not None else []
+        )
         return {name: getattr(self, name).tolist() for name in names}
 
     def save(self, path: str | Path) -> Path:
@@ -348,7 +360,9 @@ class DecodeTree:
         if path.suffix == ".json":
             path.write_text(json.dumps(data))
         elif path.suffix == ".npz":
-            np.savez_compressed(path, **{name: np.asarray(values, np.int32) for name, values in data.items()})  # type: ignore[arg-type]
+            np.savez_compressed(
+                path, **{name: np.asarray(values, np.int32) for name, values in data.items()}
+            )  # type: ignore[arg-type]
         else:
             raise ValueError(f"a tree file ends in .json or .npz, got {path.name!r}")
         return path
@@ -374,7 +388,9 @@ class DecodeTree:
         except Exception as error:
             raise ValueError(f"{path}: not a readable tree file ({error})") from error
         if not isinstance(data, dict):
-            raise ValueError(f"{path}: want an object with parent, node_len, query_node, got {type(data).__name__}")
+            raise ValueError(
+                f"{path}: want an object with parent, node_len, query_node, got {type(data).__name__}"
+            )
         missing = [name for name in ("parent", "node_len", "query_node") if name not in data]
         unknown = sorted(set(data) - {"parent", "node_len", "query_node", "query_len"})
         if missing or unknown:
@@ -400,12 +416,22 @@ class DecodeTree:
 
     def to_text(self, max_lines: int = 40) -> str:
         """An indented drawing, one node a line: id, tokens, queries on it."""
-        counts = np.bincount(self.query_node, minlength=self.num_nodes) if self.num_nodes else np.zeros(0, int)
+        counts = (
+            np.bincount(self.query_node, minlength=self.num_nodes)
+            if self.num_nodes
+            else np.zeros(0, int)
+        )
         order = np.argsort(self.dfs_rank, kind="stable")
         lines = []
         for node in order[:max_lines]:
-            own = f", {counts[node]} quer{'y' if counts[node] == 1 else 'ies'}" if counts[node] else ""
-            lines.append(f"{'  ' * int(self.depth[node])}node {node}: {self.node_len[node]} tokens{own}")
+            own = (
+                f", {counts[node]} quer{'y' if counts[node] == 1 else 'ies'}"
+                if counts[node]
+                else ""
+            )
+            lines.append(
+                f"{'  ' * int(self.depth[node])}node {node}: {self.node_len[node]} tokens{own}"
+            )
         if self.num_nodes > max_lines:
             lines.append(f"... {self.num_nodes - max_lines} more nodes")
         return "\n".join(lines)

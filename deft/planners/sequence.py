@@ -1,0 +1,88 @@
+"""Sequence-based grouping: one query and its whole path an item; nothing is shared.
+
+Unsplit it is what a radix-tree server runs (every request reads its own path); with split_len it is
+FlashDecoding / PagedAttention v2 (the path cut in parts, merged afterwards).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deft.plan import Plan
+from deft.plan_builder import WorkList, build_plan
+from deft.planners.tiles import (
+    DEFAULT_NUM_SMS,
+    TileOption,
+    auto_block_kv,
+    cut_streams,
+    piece_ends,
+    resolve_tiles,
+)
+from deft.shape import HeadShape
+from deft.tree import DecodeTree, indptr_of, segment_arange
+
+if TYPE_CHECKING:
+    from deft.device_model import DeviceModel
+
+
+def plan_sequence(
+    tree: DecodeTree,
+    shape: HeadShape,
+    tile: TileOption = None,
+    device: DeviceModel | None = None,
+    *,
+    split_len: int | str | None = None,
+    partial_dtype: str | None = None,
+) -> Plan:
+    """One item per query, or per split of its path.
+
+    Args:
+        split_len: tokens per split; None does not split; "auto" splits until the SMs are filled.
+
+    Raises:
+        ValueError: split_len is neither None, "auto" nor a positive number.
+    """
+    tiles = resolve_tiles(tile, shape)
+    order = tree.query_order
+    indptr, path_node = tree.path
+    counts = np.diff(indptr)[order]
+    at = np.repeat(indptr[order], counts) + segment_arange(counts)
+    node = path_node[at]
+    end = tree.node_len[node].astype(np.int64)
+    own = indptr_of(counts)[1:] - 1
+    if tree.query_len is not None:
+        end[own] = tree.query_len[order]
+    is_open = np.full(len(node), tree.query_len is None)
+    keep = end > 0
+    runs = np.bincount(np.repeat(np.arange(len(order)), counts)[keep], minlength=len(order))
+    node, end, is_open = node[keep], end[keep], is_open[keep]
+    block = _split_block(split_len, int(end.sum()), tiles[0].ctas_per_item(shape), device)
+    block_indptr, piece_block, run, start = cut_streams(indptr_of(runs), end, block)
+    stop = piece_ends(run, start, end)
+    query = np.repeat(np.arange(len(order)), np.diff(block_indptr))
+    work = WorkList(
+        query_begin=query,
+        query_end=query + 1,
+        run_indptr=indptr_of(np.bincount(piece_block, minlength=len(query))),
+        run_node=node[run],
+        run_start=start,
+        run_end=stop,
+        run_open=is_open[run] & (stop == end[run]),
+        run_query_begin=query[piece_block],
+        run_query_end=query[piece_block] + 1,
+    )
+    return build_plan("sequence", tree, shape, tiles, work, partial_dtype)
+
+
+def _split_block(
+    split_len: int | str | None, tokens: int, heads: int, device: DeviceModel | None
+) -> int:
+    if split_len is None:
+        return 2**31
+    if split_len == "auto":
+        return auto_block_kv(tokens, heads, device.num_sms if device else DEFAULT_NUM_SMS, low=128)
+    if isinstance(split_len, str) or split_len < 1:
+        raise ValueError(f'split_len must be None, "auto" or a positive number, got {split_len!r}')
+    return int(split_len)

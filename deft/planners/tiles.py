@@ -1,0 +1,110 @@
+"""Default tile classes, and the block size that fills a GPU: what planners fall back on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deft.shape import HeadShape, TileConfig
+
+TileOption = TileConfig | Mapping[str, Any] | Iterable[TileConfig | Mapping[str, Any]] | None
+DEFAULT_NUM_SMS = 132
+# CTAs per SM that auto block sizes aim at: two waves of two resident blocks measured best (kernel_log).
+CTAS_PER_SM = 4
+
+
+def default_tiles(shape: HeadShape) -> tuple[TileConfig, ...]:
+    """Tile classes by ascending rows for a head layout (measured on an H200: docs/kernel_log.md)."""
+    wide = shape.head_dim > 128 or shape.dtype_bytes > 2
+    small = TileConfig(block_m=16, block_n=32, num_warps=1, num_stages=2 if wide else 3)
+    middle = TileConfig(
+        block_m=64, block_n=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3
+    )
+    return (small, middle) if shape.group_size <= 16 else (middle,)
+
+
+def resolve_tiles(tile: TileOption, shape: HeadShape) -> tuple[TileConfig, ...]:
+    """The tiles option of a planner as TileConfigs by ascending rows.
+
+    Raises:
+        ValueError: no tile can hold one query's group, or pack_group differs between tiles.
+    """
+    if tile is None:
+        tiles: tuple[TileConfig, ...] = default_tiles(shape)
+    elif isinstance(tile, TileConfig | Mapping):
+        tiles = (_as_tile(tile),)
+    else:
+        tiles = tuple(_as_tile(one) for one in tile)
+    if len({t.pack_group for t in tiles}) > 1:
+        raise ValueError("all tiles of a plan must agree on pack_group")
+    fitting = [t for t in tiles if not t.pack_group or t.block_m >= shape.group_size]
+    if not fitting:
+        raise ValueError(
+            f"group_size {shape.group_size} needs a tile of that many rows, got {list(tiles)}"
+        )
+    return tuple(sorted(fitting, key=lambda t: t.block_m))
+
+
+def _as_tile(tile: TileConfig | Mapping[str, Any]) -> TileConfig:
+    if isinstance(tile, TileConfig):
+        return tile
+    try:
+        return TileConfig(**tile)
+    except TypeError as error:
+        raise ValueError(
+            f"tile keys are block_m, block_n, num_warps, num_stages, pack_group: {error}"
+        ) from error
+
+
+def auto_block_kv(
+    tile_tokens: int | np.int64, ctas_per_item: int, num_sms: int, low: int = 64, high: int = 2048
+) -> int:
+    """Power-of-two KV block such that token-tile pairs / block x heads fill the GPU's SMs.
+
+    Args:
+        tile_tokens: sum over query tiles of the tokens each reads.
+        ctas_per_item: thread blocks per item (heads).
+    """
+    want = float(tile_tokens) * ctas_per_item / (num_sms * CTAS_PER_SM)
+    return int(np.clip(2 ** np.floor(np.log2(max(want, 1.0))), low, high))
+
+
+def cut_streams(
+    run_indptr: npt.NDArray[np.int64], length: npt.NDArray[Any], block: int
+) -> tuple[
+    npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
+]:
+    """Cut CSR streams of runs in equal blocks, across run borders.
+
+    Returns:
+        (block_indptr [streams + 1], piece_block, piece_run, piece_start): blocks of each stream, and the
+        pieces in order: the block each belongs to, its run, and its start within the run. A piece ends
+        where the next one of its run starts, or at the run's end.
+    """
+    length = np.asarray(length, np.int64)
+    total = np.r_[0, np.cumsum(length)]
+    stream = np.repeat(np.arange(len(run_indptr) - 1), np.diff(run_indptr))
+    offset = total[:-1] - total[run_indptr[:-1]][stream]  # of each run within its stream
+    stream_len = total[run_indptr[1:]] - total[run_indptr[:-1]]
+    blocks = -(-stream_len // block)
+    block_indptr = np.r_[0, np.cumsum(blocks)]
+    first, last = offset // block, (offset + np.maximum(length, 1) - 1) // block
+    pieces = np.where(length > 0, last - first + 1, 0)
+    piece_run = np.repeat(np.arange(len(length)), pieces)
+    within = np.arange(len(piece_run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    number = first[piece_run] + within
+    piece_start = np.maximum(number * block - offset[piece_run], 0)
+    return block_indptr, block_indptr[stream[piece_run]] + number, piece_run, piece_start
+
+
+def piece_ends(
+    piece_run: npt.NDArray[np.int64], piece_start: npt.NDArray[np.int64], length: npt.NDArray[Any]
+) -> npt.NDArray[np.int64]:
+    """End of each piece within its run."""
+    end = np.asarray(length, np.int64)[piece_run]
+    same = piece_run[1:] == piece_run[:-1]
+    end[:-1][same] = piece_start[1:][same]
+    return end
