@@ -7,7 +7,6 @@ levels (no per-token work), and cached.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from deft.shape import HeadShape
+from deft.tree_file import KEYS, OPTIONAL_KEYS, load_arrays, save_arrays, tree_text
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
 _INT32_MAX = 2**31 - 1
+_TOPOLOGY_CACHES = (
+    *("_root_and_depth", "depth", "root", "children", "roots", "leaves", "dfs_rank"),
+    *("_levels", "subtree_size", "query_order", "node_queries", "path"),
+)
 
 
 def _as_int32(name: str, values: Any) -> IntArray:
@@ -35,7 +39,8 @@ def _as_int32(name: str, values: Any) -> IntArray:
     if array.max() > _INT32_MAX or array.min() < -_INT32_MAX:
         raise ValueError(f"{name} holds a value beyond int32: min {array.min()}, max {array.max()}")
     out = np.ascontiguousarray(array, dtype=np.int32)
-    if out is values or out.base is not None or out is array:
+    frozen = out.base is None and not out.flags.writeable  # another tree's array: safe to share
+    if not frozen and np.may_share_memory(out, array):
         out = out.copy()
     out.setflags(write=False)
     return out
@@ -46,7 +51,8 @@ def segment_arange(counts: npt.NDArray[Any]) -> LongArray:
     counts = np.asarray(counts, np.int64)
     total = int(counts.sum())
     starts = np.cumsum(counts) - counts
-    return np.arange(total, dtype=np.int64) - np.repeat(starts, counts)
+    within: LongArray = np.arange(total, dtype=np.int64) - np.repeat(starts, counts)
+    return within
 
 
 def indptr_of(counts: npt.NDArray[Any]) -> LongArray:
@@ -77,9 +83,9 @@ class DecodeTree:
     Args:
         parent: int32 [num_nodes], parent of each node, -1 for a root; parents come before children.
         node_len: int32 [num_nodes], KV tokens of each node, >= 0.
-        query_node: int32 [num_qo], node of each query; inner nodes, repeats and any order are allowed.
-        query_len: int32 [num_qo] or None: tokens of its *own* node that a query sees (several causal
-            queries in one node); None means all of them.
+        query_node: int32 [num_qo], node of each query; inner nodes, repeats, any order.
+        query_len: int32 [num_qo] or None: tokens of its *own* node that a query sees (several
+            causal queries in one node); None means all of them.
 
     Raises:
         ValueError: a cycle or a parent after its child, a negative length, a query on a missing
@@ -111,32 +117,30 @@ class DecodeTree:
         bad = np.flatnonzero(self.parent >= ids)
         if bad.size:
             raise ValueError(
-                f"node {bad[0]} has parent {self.parent[bad[0]]}: parents must come before children "
-                "(a cycle, or nodes out of order)"
+                f"node {bad[0]} has parent {self.parent[bad[0]]}: parents must come before "
+                "children (a cycle, or nodes out of order)"
             )
         bad = np.flatnonzero(self.node_len < 0)
         if bad.size:
             raise ValueError(f"node_len of node {bad[0]} is negative: {self.node_len[bad[0]]}")
-        if n and int(self.node_len.sum(dtype=np.int64)) > _INT32_MAX:
-            raise ValueError(
-                f"the tree holds {int(self.node_len.sum(dtype=np.int64))} tokens, beyond int32"
-            )
+        if self.num_tokens > _INT32_MAX:
+            raise ValueError(f"the tree holds {self.num_tokens} tokens, beyond int32")
         bad = np.flatnonzero((self.query_node < 0) | (self.query_node >= n))
         if bad.size:
-            raise ValueError(
-                f"query {bad[0]} sits on node {self.query_node[bad[0]]}, want 0..{n - 1}"
-            )
+            got = self.query_node[bad[0]]
+            raise ValueError(f"query {bad[0]} sits on node {got}, want 0..{n - 1}")
         if self.query_len is not None:
             if len(self.query_len) != len(self.query_node):
                 raise ValueError(
-                    f"query_len has {len(self.query_len)} entries for {len(self.query_node)} queries"
+                    f"query_len has {len(self.query_len)} entries for {self.num_qo} queries"
                 )
             own = self.node_len[self.query_node]
             bad = np.flatnonzero((self.query_len < 0) | (self.query_len > own))
             if bad.size:
                 i = bad[0]
                 raise ValueError(
-                    f"query_len of query {i} is {self.query_len[i]}, want 0..{own[i]} (its node's length)"
+                    f"query_len of query {i} is {self.query_len[i]}, "
+                    f"want 0..{own[i]} (its node's length)"
                 )
 
     # ---- sizes -------------------------------------------------------------------------------
@@ -164,20 +168,22 @@ class DecodeTree:
     @cached_property
     def depth(self) -> IntArray:
         """int32 [num_nodes]: 0 for a root."""
-        depth = np.zeros(self.num_nodes, np.int32)
-        up = self.parent.copy()
-        while (live := np.flatnonzero(up >= 0)).size:
-            depth[live] += 1
-            up[live] = self.parent[up[live]]
-        return depth
+        return self._root_and_depth[1]
 
     @cached_property
     def root(self) -> IntArray:
         """int32 [num_nodes]: root (request) of each node."""
-        root = np.arange(self.num_nodes, dtype=np.int32)
-        while (live := np.flatnonzero(self.parent[root] >= 0)).size:
-            root[live] = self.parent[root[live]]
-        return root
+        return self._root_and_depth[0]
+
+    @cached_property
+    def _root_and_depth(self) -> tuple[IntArray, IntArray]:
+        # Pointer doubling: log2(depth) passes, so that chains of thousands of nodes stay cheap.
+        up = np.where(self.parent < 0, np.arange(self.num_nodes), self.parent).astype(np.int32)
+        depth = (self.parent >= 0).astype(np.int32)
+        while (step := depth[up]).any():
+            depth += step
+            up = up[up]
+        return up, depth
 
     @cached_property
     def children(self) -> tuple[LongArray, IntArray]:
@@ -202,10 +208,7 @@ class DecodeTree:
     @cached_property
     def dfs_rank(self) -> IntArray:
         """int32 [num_nodes]: position of each node in depth-first (preorder) order."""
-        size = np.ones(self.num_nodes, np.int64)
-        by_level = self._levels
-        for nodes in reversed(by_level[1:]):
-            np.add.at(size, self.parent[nodes], size[nodes])
+        size, by_level = self.subtree_size.astype(np.int64), self._levels
         rank = np.zeros(self.num_nodes, np.int64)
         if by_level:
             first = by_level[0]
@@ -291,12 +294,11 @@ class DecodeTree:
     @cached_property
     def sharing_factor(self) -> float:
         """F_s = sum of path lengths in tokens / attended tokens (1.0 = nothing shared)."""
-        return (
-            float(self.query_kv_len.sum()) / self.attended_tokens if self.attended_tokens else 1.0
-        )
+        unique = self.attended_tokens
+        return float(self.query_kv_len.sum()) / unique if unique else 1.0
 
     def flops(self, shape: HeadShape) -> int:
-        """Useful FLOPs of one attention layer: 4 x head_dim per visible (query head, token) pair."""
+        """Useful FLOPs of one attention layer: 4 x head_dim per (query head, visible token)."""
         return int(self.query_kv_len.sum()) * shape.num_qo_heads * shape.head_dim * 4
 
     @cached_property
@@ -315,17 +317,17 @@ class DecodeTree:
                 keep, zeros, self.node_len[keep], begin[keep], end[keep], np.ones(len(keep), bool)
             )
         # Cut points per node: 0, the distinct query_len on it, its length.
-        nodes = np.r_[np.arange(self.num_nodes), np.arange(self.num_nodes), self.query_node]
+        ids = np.arange(self.num_nodes)
+        nodes = np.r_[ids, ids, self.query_node]
         cuts = np.r_[np.zeros(self.num_nodes, np.int64), self.node_len, self.query_len]
-        pairs = np.unique(np.stack([self.dfs_rank[nodes], cuts, nodes]), axis=1)
-        same = pairs[0, 1:] == pairs[0, :-1]
-        node = pairs[2, :-1][same]
-        start, stop = pairs[1, :-1][same], pairs[1, 1:][same]
-        # Own queries come first in the node's range, by query_len: those with query_len < stop drop out.
-        rank, length = self.dfs_rank[self.query_node], self.query_len
-        key = (rank.astype(np.int64) << 32) + length
-        first = np.searchsorted(np.sort(key), (self.dfs_rank[node].astype(np.int64) << 32) + stop)
-        first = np.maximum(first, begin[node])
+        rank = self.dfs_rank.astype(np.int64) << 32
+        pairs = np.unique(rank[nodes] + cuts)
+        same = pairs[1:] >> 32 == pairs[:-1] >> 32
+        node = order[pairs[:-1][same] >> 32]
+        start, stop = pairs[:-1][same] & _INT32_MAX, pairs[1:][same] & _INT32_MAX
+        # A node's own queries come first in its range, by query_len: shorter than stop drop out.
+        key = np.sort(rank[self.query_node] + self.query_len)
+        first = np.maximum(np.searchsorted(key, rank[node] + stop), begin[node])
         keep = (stop > start) & (end[node] > first)
         full = ~np.isin(node, self.query_node)
         return Segments(
@@ -339,15 +341,19 @@ class DecodeTree:
 
     # ---- derived trees and files -------------------------------------------------------------
     def with_lengths(self, node_len: Sequence[int] | npt.NDArray[Any]) -> DecodeTree:
-        """The same topology and queries with other node lengths."""
-        return DecodeTree(self.parent, np.asarray(node_len), self.query_node, self.query_len)
+        """The same topology and queries with other node lengths.
+
+        What was derived from the topology alone is carried over: replays call this every step.
+        """
+        tree = DecodeTree(self.parent, np.asarray(node_len), self.query_node, self.query_len)
+        kept = {name: self.__dict__[name] for name in _TOPOLOGY_CACHES if name in self.__dict__}
+        tree.__dict__.update(kept)
+        return tree
 
     def to_dict(self) -> dict[str, list[int]]:
         """The file form: parent, node_len, query_node and, if set, query_len as lists."""
-        names = ["parent", "node_len", "query_node"] + (
-            ["query_len"] if self.query_len is not None else []
-        )
-        return {name: getattr(self, name).tolist() for name in names}
+        arrays = {name: getattr(self, name) for name in (*KEYS, *OPTIONAL_KEYS)}
+        return {name: array.tolist() for name, array in arrays.items() if array is not None}
 
     def save(self, path: str | Path) -> Path:
         """Write `.json` or `.npz`, chosen by the suffix.
@@ -356,45 +362,18 @@ class DecodeTree:
             ValueError: another suffix.
         """
         path = Path(path)
-        data = self.to_dict()
-        if path.suffix == ".json":
-            path.write_text(json.dumps(data))
-        elif path.suffix == ".npz":
-            np.savez_compressed(
-                path, **{name: np.asarray(values, np.int32) for name, values in data.items()}
-            )  # type: ignore[arg-type]
-        else:
-            raise ValueError(f"a tree file ends in .json or .npz, got {path.name!r}")
+        save_arrays(path, self.to_dict())
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> DecodeTree:
-        """Read a tree file written by save() or by hand: {parent, node_len, query_node, query_len?}.
+        """Read a file of save() or one by hand: {parent, node_len, query_node, query_len?}.
 
         Raises:
             ValueError: the file is missing, is not such a file, or holds no valid tree.
         """
         path = Path(path)
-        if not path.is_file():
-            raise ValueError(f"no tree file at {path}")
-        try:
-            if path.suffix == ".npz":
-                with np.load(path, allow_pickle=False) as archive:
-                    data: Any = {name: archive[name] for name in archive.files}
-            elif path.suffix == ".json":
-                data = json.loads(path.read_text())
-            else:
-                raise ValueError("a tree file ends in .json or .npz")
-        except Exception as error:
-            raise ValueError(f"{path}: not a readable tree file ({error})") from error
-        if not isinstance(data, dict):
-            raise ValueError(
-                f"{path}: want an object with parent, node_len, query_node, got {type(data).__name__}"
-            )
-        missing = [name for name in ("parent", "node_len", "query_node") if name not in data]
-        unknown = sorted(set(data) - {"parent", "node_len", "query_node", "query_len"})
-        if missing or unknown:
-            raise ValueError(f"{path}: missing keys {missing}, unknown keys {unknown}")
+        data = load_arrays(path)
         try:
             return cls(data["parent"], data["node_len"], data["query_node"], data.get("query_len"))
         except (ValueError, TypeError, OverflowError) as error:
@@ -403,35 +382,22 @@ class DecodeTree:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, DecodeTree):
             return NotImplemented
-        return self.to_dict() == other.to_dict()
+        if (self.query_len is None) != (other.query_len is None):
+            return False
+        pairs = [(getattr(self, name), getattr(other, name)) for name in (*KEYS, *OPTIONAL_KEYS)]
+        return all(a is b or np.array_equal(a, b) for a, b in pairs)
 
     def __hash__(self) -> int:
         return hash((self.parent.tobytes(), self.node_len.tobytes(), self.query_node.tobytes()))
 
     def __repr__(self) -> str:
+        levels = int(self.depth.max()) + 1 if self.num_nodes else 0
         return (
-            f"DecodeTree(num_nodes={self.num_nodes}, num_qo={self.num_qo}, num_tokens={self.num_tokens}, "
-            f"depth={int(self.depth.max()) + 1 if self.num_nodes else 0}, sharing_factor={self.sharing_factor:.2f})"
+            f"DecodeTree(num_nodes={self.num_nodes}, num_qo={self.num_qo}, "
+            f"num_tokens={self.num_tokens}, depth={levels}, "
+            f"sharing_factor={self.sharing_factor:.2f})"
         )
 
     def to_text(self, max_lines: int = 40) -> str:
         """An indented drawing, one node a line: id, tokens, queries on it."""
-        counts = (
-            np.bincount(self.query_node, minlength=self.num_nodes)
-            if self.num_nodes
-            else np.zeros(0, int)
-        )
-        order = np.argsort(self.dfs_rank, kind="stable")
-        lines = []
-        for node in order[:max_lines]:
-            own = (
-                f", {counts[node]} quer{'y' if counts[node] == 1 else 'ies'}"
-                if counts[node]
-                else ""
-            )
-            lines.append(
-                f"{'  ' * int(self.depth[node])}node {node}: {self.node_len[node]} tokens{own}"
-            )
-        if self.num_nodes > max_lines:
-            lines.append(f"... {self.num_nodes - max_lines} more nodes")
-        return "\n".join(lines)
+        return tree_text(self, max_lines)
