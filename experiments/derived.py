@@ -94,8 +94,9 @@ def _of_baseline(
     df: pd.DataFrame, value: pd.Series[float], baseline: str, point: Sequence[str]
 ) -> pd.Series[float]:
     """The baseline's value at each row's point, NaN where there is none."""
-    keys = [df[name].astype(str) for name in point]
-    best: pd.Series[float] = value.where(df["kernel"] == baseline).groupby(keys).transform("min")
+    keys = [df[name] for name in point]
+    of_baseline = value.where(df["kernel"] == baseline)
+    best: pd.Series[float] = of_baseline.groupby(keys, dropna=False, sort=False).transform("min")
     return best
 
 

@@ -163,10 +163,13 @@ def load_rows(source: str | Path, strict: bool = False) -> pd.DataFrame:
 
 def latest(df: pd.DataFrame) -> pd.DataFrame:
     """The newest row of each resume key (of each point where a row holds none), in load order."""
-    point = df[_SAME].astype(str).agg("|".join, axis=1)
-    key = df["resume_key"].where(df["resume_key"].notna(), point)
+    points = df[_SAME].itertuples(index=False, name=None)
+    keys = [
+        str(point) if pd.isna(key) else str(key)
+        for key, point in zip(df["resume_key"], points, strict=True)
+    ]
     order = df["timestamp_utc"].fillna("").astype(str).argsort(kind="stable").to_numpy()
-    is_newest = ~key.iloc[order].duplicated(keep="last").to_numpy()
+    is_newest = ~pd.Series(keys).iloc[order].duplicated(keep="last").to_numpy()
     kept: pd.DataFrame = df.iloc[sorted(order[is_newest])].reset_index(drop=True)
     return kept
 

@@ -224,8 +224,11 @@ def test_measured_and_predicted_never_meet(tmp_path: Path) -> None:
     row = derive(load_rows(tmp_path)).set_index("kernel").loc["deft_flatten"]
     assert pd.isna(row["speed_up"]), "a measured latency was divided into a predicted one"
     assert row["predicted_speed_up"] == pytest.approx(4.0)
-    on_cpu = pd.DataFrame([{**measured, "gpu": "cpu", "kernel_config": "{}"}])
-    assert derive(on_cpu)["fraction_of_floor"].isna().all(), "a CPU latency against a GPU's floor"
+    rows = [synthetic_row("flash_decoding", gpu=None), synthetic_row("deft_flatten", gpu=None)]
+    write_rows(rows, tmp_path / "cpu" / "run.parquet")
+    on_cpu = derive(load_rows(tmp_path / "cpu"))
+    assert on_cpu["fraction_of_floor"].isna().all(), "a CPU latency against a GPU's floor"
+    assert on_cpu["speed_up"].tolist() == pytest.approx([1.0, 4.0]), "null gpu is one machine"
 
 
 def test_labels_tell_configurations_and_odd_timers_apart(tmp_path: Path) -> None:
