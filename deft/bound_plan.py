@@ -71,8 +71,8 @@ class BoundPlan:
         if not np.array_equal(lens, self.plan.tree.node_len):
             bad = int(np.flatnonzero(lens != self.plan.tree.node_len)[0])
             raise ValueError(
-                f"node {bad} holds {lens[bad]} tokens in the cache and {self.plan.tree.node_len[bad]} "
-                "in the plan's tree: plan again"
+                f"node {bad} holds {lens[bad]} tokens in the cache and "
+                f"{self.plan.tree.node_len[bad]} in the plan's tree: plan again"
             )
         self._slot_indptr, self._slots = indptr, slots
         # breaks[i] = slot i does not follow slot i - 1; a prefix count answers "is a range

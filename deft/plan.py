@@ -226,8 +226,8 @@ class Plan:
             at = int(np.flatnonzero(bad)[0])
             raise ValueError(
                 f"plan {self.strategy!r}: query {key[at] // tree.num_nodes} reads tokens "
-                f"[{start[at]}, {end[at]}) of node {key[at] % tree.num_nodes}, which leaves a gap, an "
-                f"overlap or an end other than {visible[at]} (open run: {bool(is_open[at])})"
+                f"[{start[at]}, {end[at]}) of node {key[at] % tree.num_nodes}, which leaves a gap, "
+                f"an overlap or an end other than {visible[at]} (open run: {bool(is_open[at])})"
             )
         self._validate_destinations(tree)
 
@@ -245,7 +245,7 @@ class Plan:
         over = np.flatnonzero(np.diff(self.item_query_indptr) > most[self.item_tile])
         if len(over):
             raise ValueError(
-                f"plan {self.strategy!r}: item {over[0]} holds more queries than its tile's rows allow"
+                f"plan {self.strategy!r}: item {over[0]} holds more queries than its tile allows"
             )
         block_n = np.array([t.block_n for t in self.tiles])
         item = np.repeat(np.arange(self.num_items), np.diff(self.chunk_indptr))
