@@ -40,8 +40,8 @@ class PagedForest:
         if not isinstance(page_size, int | np.integer) or not 1 <= page_size <= 128:
             raise ValueError(f"page_size must be an integer in 1..128, got {page_size!r}")
         self.page_size = int(page_size)
-        self.num_pages = num_pages
         self._pool = PagePool(num_pages)
+        self.num_pages = self._pool.num_pages
         self._nodes = NodeTable()
         self._extents = ExtentArena()
         self._num_tokens = 0
@@ -164,18 +164,23 @@ class PagedForest:
             raise ValueError(f"num_tokens must be >= 0, got {int(extra.min())}")
         return self._append(rows, np.broadcast_to(extra.astype(np.int64), rows.shape))
 
+    def _new_pages(self, rows: LongArray, extra: LongArray) -> LongArray:
+        """int64: pages that each row needs for extra more tokens."""
+        rest = np.maximum(extra - self._nodes.room[rows], 0)
+        pages: LongArray = -(-rest // self.page_size)
+        return pages
+
     def _append(self, rows: LongArray, extra: LongArray) -> LongArray:
         size = self.page_size
         fill = np.minimum(extra, self._nodes.room[rows])
-        rest = extra - fill
-        num_pages = -(-rest // size)
+        num_pages = self._new_pages(rows, extra)
         pages = self._pool.take(int(num_pages.sum()))
         position = (np.cumsum(num_pages) - num_pages) * size
         tail = np.flatnonzero(fill)
         tail_base = self._extents.end_slot(rows)
         self._extents.push(rows[tail], np.ones(len(tail), np.int64), tail_base[tail], fill[tail])
         if pages.size:
-            self._extents.push(rows, *page_runs(pages, size, position, rest))
+            self._extents.push(rows, *page_runs(pages, size, position, extra - fill))
         self._nodes.node_len[rows] += extra
         self._nodes.room[rows] += num_pages * size - extra
         self._num_tokens += int(extra.sum())
@@ -228,18 +233,23 @@ class PagedForest:
         self._nodes.unlink(tops)
         return self._discard(np.concatenate([tops, self._nodes.below(tops)]))
 
+    def _held_pages(self, rows: LongArray) -> LongArray:
+        """int64: the pages of rows, listed once for each row that holds them."""
+        _, base, length = self._extents.gather(rows)
+        return run_pages(base, length, self.page_size)
+
     def _discard(self, rows: LongArray) -> int:
         """Free rows that no live node's child list names; pages that became free."""
         _, base, length = self._extents.gather(rows)
-        freed = self._pool.release(run_pages(base, length, self.page_size))
+        freed = self._pool.release(self._held_pages(rows))
         self._num_tokens -= int(self._nodes.node_len[rows].sum())
         self._extents.drop(rows)
         self._nodes.remove(rows)
-        self._on_freed(freed)
+        self._on_discard(base, length)
         return len(freed)
 
-    def _on_freed(self, pages: LongArray) -> None:
-        """Called with pages that have just become free."""
+    def _on_discard(self, base: LongArray, length: LongArray) -> None:
+        """Called with the runs of slots whose tokens have just gone."""
 
     def shuffle_free_pages(self, seed: int) -> None:
         """Hand out the free pages in a random order from now on, so that nodes are scattered."""
