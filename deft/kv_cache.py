@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deft.extents import expand_runs, join_runs
+from deft.extents import expand_runs, join_runs, run_pages
 from deft.node_table import Handles
 from deft.page_pool import PoolFull
 from deft.page_table import PageTable, make_page_table
@@ -193,7 +193,8 @@ class PagedKVCache(PagedForest):
             self._drop_below(tops, below)
             return 0
         num_pages = int(self._new_pages(tops, num_tokens).sum())
-        self._pool.check_room(num_pages, self._held_pages(below))
+        _, base, length = self._extents.gather(below)
+        self._pool.check_room(num_pages, run_pages(base, length, self.page_size))
         _, source = self.slots(path)
         kept = self._kv.index_select(2, self._index(source))
         self._drop_below(tops, below)

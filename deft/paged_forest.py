@@ -135,8 +135,8 @@ class PagedForest:
         Raises:
             ValueError: a dead handle or a negative number.
         """
-        if num_children < 0:
-            raise ValueError(f"fork needs num_children >= 0, got {num_children}")
+        if not isinstance(num_children, int | np.integer) or num_children < 0:
+            raise ValueError(f"num_children must be an integer >= 0, got {num_children!r}")
         none = np.zeros(num_children, np.int32)
         return self.insert_tree(DecodeTree(none - 1, none, []), handle)  # type: ignore[arg-type]
 
@@ -166,9 +166,8 @@ class PagedForest:
 
     def _new_pages(self, rows: LongArray, extra: LongArray) -> LongArray:
         """int64: pages that each row needs for extra more tokens."""
-        rest = np.maximum(extra - self._nodes.room[rows], 0)
-        pages: LongArray = -(-rest // self.page_size)
-        return pages
+        rest: LongArray = np.maximum(extra - self._nodes.room[rows], 0)
+        return -(-rest // self.page_size)
 
     def _append(self, rows: LongArray, extra: LongArray) -> LongArray:
         size = self.page_size
@@ -199,8 +198,7 @@ class PagedForest:
         under_rows: LongArray,
     ) -> LongArray:
         """Take pages for nodes laid on a stream (order, position), then add the nodes; rows."""
-        order, position = layout
-        size = self.page_size
+        size, (order, position) = self.page_size, layout
         begin, ordered = position[length[order] > 0], length[order]
         last = begin + ordered[ordered > 0] - 1
         touched = expand_runs(begin // size, last // size - begin // size + 1)
@@ -217,7 +215,7 @@ class PagedForest:
     def prune(self, handles: Handles) -> int:
         """Remove nodes and everything below them; costs O(nodes removed + pages they held).
 
-        Pages that other nodes still hold stay theirs, and no live token moves.
+        Pages that other nodes hold stay theirs, and no live token moves.
 
         Args:
             handles: distinct nodes; one may lie below another.
@@ -229,19 +227,13 @@ class PagedForest:
             ValueError: a dead or repeated handle; nothing was changed.
         """
         tops = self._nodes.rows(handles, distinct=True)
-        # Cut first: then no walk enters another top, however they are nested.
-        self._nodes.unlink(tops)
+        self._nodes.unlink(tops)  # first, so that no walk enters another top when they are nested
         return self._discard(np.concatenate([tops, self._nodes.below(tops)]))
-
-    def _held_pages(self, rows: LongArray) -> LongArray:
-        """int64: the pages of rows, listed once for each row that holds them."""
-        _, base, length = self._extents.gather(rows)
-        return run_pages(base, length, self.page_size)
 
     def _discard(self, rows: LongArray) -> int:
         """Free rows that no live node's child list names; pages that became free."""
         _, base, length = self._extents.gather(rows)
-        freed = self._pool.release(self._held_pages(rows))
+        freed = self._pool.release(run_pages(base, length, self.page_size))
         self._num_tokens -= int(self._nodes.node_len[rows].sum())
         self._extents.drop(rows)
         self._nodes.remove(rows)
@@ -255,7 +247,7 @@ class PagedForest:
         """Hand out the free pages in a random order from now on, so that nodes are scattered."""
         self._pool.shuffle(seed)
 
-    # ---- looking -----------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
     def node_len(self, handle: int) -> int:
         """Tokens of one node.
 

@@ -143,6 +143,22 @@ def test_prune_takes_nested_handles_and_leaves_the_others_in_place() -> None:
     assert cache.snapshot().parent.tolist() == [-1, 0, -1]
 
 
+def test_prune_finds_exactly_the_subtree_in_wide_and_deep_forests() -> None:
+    random = np.random.default_rng(0)
+    wide = [-1, *(int(random.integers(0, max(1, i // 20))) for i in range(1, 1500))]
+    deep = [-1, *(int(random.integers(max(0, i - 3), i)) for i in range(1, 1500))]
+    for parent in (wide, deep):
+        tree = DecodeTree(parent, [1] * len(parent), [])  # type: ignore[arg-type]
+        cache = PagedKVCache(SHAPE, len(parent), 1)
+        cache.insert_tree(tree)
+        top = int(np.argmax(tree.subtree_size[1:] * (tree.subtree_size[1:] < 1000))) + 1
+        place = tree.dfs_rank - tree.dfs_rank[top]
+        below = np.flatnonzero((place >= 0) & (place < tree.subtree_size[top]))
+        assert cache.prune(top) == len(below) > 100
+        left = cache.snapshot().handles.tolist()
+        assert left == np.setdiff1d(np.arange(tree.num_nodes), below).tolist()
+
+
 class CountingArray(np.ndarray):
     """Adds up how many elements are read or written through it."""
 

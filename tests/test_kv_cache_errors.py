@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, Callable[[PagedKVCache], object]]] = {
     "negative length": ("is negative: -1", lambda c: c.insert(0, -1)),
     "negative append": ("num_tokens must be >= 0, got -2", lambda c: c.append(0, -2)),
     "append twice": ("listed twice", lambda c: c.append([1, 1])),
-    "negative fork": ("num_children >= 0", lambda c: c.fork(0, -1)),
+    "negative fork": ("num_children must be an integer >= 0, got -1", lambda c: c.fork(0, -1)),
     "too few parents": ("one for each of 3 roots", lambda c: c.insert_tokens([0, 1], [-1] * 3)),
     "prune twice": ("listed twice", lambda c: c.prune([1, 1])),
     "k too short": (r"k must have shape \[202, 2, 8\]", lambda c: c.write(range(6), K[1:], K)),

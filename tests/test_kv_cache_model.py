@@ -174,7 +174,8 @@ class History:
         for top, way in zip(tops, paths, strict=True):
             count = sum(len(self.nodes[h].tokens) for h in way)
             needed += -(-max(count - self.nodes[top].room, 0) // size)
-        kept = [h for h in self.nodes if h in tops or h not in self.subtree(tops)]
+        below = self.subtree(tops) - set(tops)
+        kept = [h for h in self.nodes if h not in below]
         held = len(np.unique(cache.slots(kept)[1] // size))
         return size > 1 and needed > cache.num_pages - held
 
@@ -238,14 +239,13 @@ class History:
 OPERATIONS = ("insert_tree", "insert_tokens", "fork", "append", "append", "accept", "prune")
 
 
-@pytest.mark.parametrize("is_shuffled", [False, True])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
-def test_a_random_history_agrees_with_the_model(page_size: int, is_shuffled: bool) -> None:
+def test_a_random_history_agrees_with_the_model(page_size: int) -> None:
     history = History(page_size, num_pages=60, seed=page_size)
-    if is_shuffled:
-        history.cache.shuffle_free_pages(page_size)
     for step in range(600):
         getattr(history, str(history.random.choice(OPERATIONS)))()
+        if step == 300:
+            history.cache.shuffle_free_pages(page_size)
         if step % 4 == 0:
             history.check()
     history.check()
