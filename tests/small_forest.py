@@ -11,7 +11,7 @@ from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape
 from deft.tree import DecodeTree
 
-SHAPE = HeadShape(num_qo_heads=4, num_kv_heads=2, head_dim=8, dtype="float32")
+SHAPE = HeadShape(num_qo_heads=4, num_kv_heads=2, head_dim=4, dtype="float32")
 
 
 def forest(query_len: list[int] | None = None) -> DecodeTree:

@@ -27,7 +27,7 @@ def test_a_tree_is_stored_and_read_back(page_size: int, scatter_seed: int | None
     for layer in (0, 1):
         k, v = cache.gather(np.arange(tree.num_nodes), layer)
         assert torch.equal(k, inputs.k) and torch.equal(v, inputs.v)
-    assert cache.k_cache[1].shape == (cache.num_pages, page_size, 2, 8)
+    assert cache.k_cache[1].shape == (cache.num_pages, page_size, 2, 4)
     assert int(torch.isfinite(cache.k_cache[0][..., 0, 0]).sum()) == tree.num_tokens
     # Slots by node are the runs by node, and index the flattened pages.
     indptr, slots = cache.slots([3, 0])
@@ -37,7 +37,7 @@ def test_a_tree_is_stored_and_read_back(page_size: int, scatter_seed: int | None
         np.concatenate([np.arange(b, b + n) for b, n in zip(base, length, strict=True)]), slots
     )
     assert (base[1:] != base[:-1] + length[:-1])[np.arange(1, len(base)) != run_indptr[1]].all()
-    flat = cache.v_cache[0].view(-1, 2, 8)[torch.from_numpy(slots)]
+    flat = cache.v_cache[0].view(-1, 2, 4)[torch.from_numpy(slots)]
     assert torch.equal(flat, cache.gather([3, 0])[1])
 
 

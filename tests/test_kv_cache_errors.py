@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, Callable[[PagedKVCache], object]]] = {
     "negative fork": ("num_children must be an integer >= 0, got -1", lambda c: c.fork(0, -1)),
     "too few parents": ("one for each of 3 roots", lambda c: c.insert_tokens([0, 1], [-1] * 3)),
     "prune twice": ("listed twice", lambda c: c.prune([1, 1])),
-    "k too short": (r"k must have shape \[202, 2, 8\]", lambda c: c.write(range(6), K[1:], K)),
+    "k too short": (r"k must have shape \[202, 2, 4\]", lambda c: c.write(range(6), K[1:], K)),
     "v in half": ("v must be torch.float32 on cpu", lambda c: c.write(range(6), K, K.half())),
     "v elsewhere": ("got torch.float32 on meta", lambda c: c.write(range(6), K, K.to("meta"))),
     "layer 1 of 1": ("layer must be in 0..0, got 1", lambda c: c.write(range(6), K, K, 1)),

@@ -195,9 +195,10 @@ class History:
     def check(self) -> None:
         cache, handles = self.cache, list(self.nodes)
         tokens = [token for node in self.nodes.values() for token in node.tokens]
+        want = rows(tokens)
         for layer in (0, 1):
             k, v = cache.gather(handles, layer)
-            assert torch.equal(k, rows(tokens) + 0.5 * layer) and torch.equal(v, -rows(tokens))
+            assert torch.equal(k, want + 0.5 * layer) and torch.equal(v, -want)
         assert cache.num_nodes == len(handles) and cache.num_tokens == len(tokens)
         snapshot = cache.snapshot()
         names = [-1, *snapshot.handles.tolist()]
@@ -241,7 +242,8 @@ OPERATIONS = ("insert_tree", "insert_tokens", "fork", "append", "append", "accep
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
 def test_a_random_history_agrees_with_the_model(page_size: int) -> None:
-    history = History(page_size, num_pages=60, seed=page_size)
+    num_pages = 80 if page_size < 16 else 24
+    history = History(page_size, num_pages, seed=page_size)
     for step in range(600):
         getattr(history, str(history.random.choice(OPERATIONS)))()
         if step == 300:
@@ -249,7 +251,7 @@ def test_a_random_history_agrees_with_the_model(page_size: int) -> None:
         if step % 4 == 0:
             history.check()
     history.check()
-    assert min(history.seen[name] for name in (*OPERATIONS, "PoolFull")) >= 20
+    assert min(history.seen[name] for name in (*OPERATIONS, "PoolFull")) >= 15
     history.cache.prune(history.cache.snapshot().handles)
-    assert history.cache.num_free_pages == 60 and history.cache.num_tokens == 0
+    assert history.cache.num_free_pages == num_pages and history.cache.num_tokens == 0
     assert bool(history.cache.k_cache[0].isnan().all())
