@@ -242,7 +242,7 @@ OPERATIONS = ("insert_tree", "insert_tokens", "fork", "append", "append", "accep
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
 def test_a_random_history_agrees_with_the_model(page_size: int) -> None:
-    num_pages = 80 if page_size < 16 else 24
+    num_pages = 40 if page_size < 16 else 24
     history = History(page_size, num_pages, seed=page_size)
     for step in range(600):
         getattr(history, str(history.random.choice(OPERATIONS)))()
@@ -251,7 +251,7 @@ def test_a_random_history_agrees_with_the_model(page_size: int) -> None:
         if step % 4 == 0:
             history.check()
     history.check()
-    assert min(history.seen[name] for name in (*OPERATIONS, "PoolFull")) >= 15
+    assert min(history.seen[name] for name in (*OPERATIONS, "PoolFull")) >= 10
     history.cache.prune(history.cache.snapshot().handles)
     assert history.cache.num_free_pages == num_pages and history.cache.num_tokens == 0
     assert bool(history.cache.k_cache[0].isnan().all())
