@@ -206,7 +206,6 @@ class PagedForest:
         pages = self._pool.take(len(owners), owners)
         rows = self._nodes.add(parent, under_rows)
         self._nodes.node_len[rows] = length
-        self._nodes.room[rows] = 0
         self._extents.push(rows[order], *page_runs(pages, size, position, ordered))
         self._num_tokens += int(length.sum())
         return rows

@@ -92,6 +92,22 @@ def test_speculative_tokens_of_one_request_share_pages() -> None:
     assert cache.num_nodes == 2 and cache.num_free_pages == 8
 
 
+def test_new_roots_share_no_page_with_each_other() -> None:
+    cache = PagedKVCache(SHAPE, 10, 4)
+    tree = DecodeTree([-1, -1, 0, 1], [1, 1, 1, 4], [])  # type: ignore[arg-type]
+    nodes = cache.insert_tree(tree, share_pages=True)
+    assert (cache.slots(nodes)[1] // 4).tolist() == [0, 1, 0, 1, 1, 1, 2]
+    assert cache.num_free_pages == 7
+
+
+def test_an_accepted_chain_of_consecutive_slots_becomes_one_run() -> None:
+    cache = PagedKVCache(SHAPE, 10, 1)
+    a = cache.insert(-1, 3)
+    b = cache.insert(-1, 1)
+    cache.accept(a, cache.insert_tokens(a, [-1, 0, 1]))
+    assert [table.tolist() for table in cache.runs([a, b])] == [[0, 2, 3], [0, 4, 3], [3, 3, 1]]
+
+
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_accept_moves_tokens_to_the_parent_and_prunes_the_rest(page_size: int) -> None:
     cache = PagedKVCache(SHAPE, 40, page_size, num_layers=2, poison=True)
@@ -143,20 +159,31 @@ def test_prune_takes_nested_handles_and_leaves_the_others_in_place() -> None:
     assert cache.snapshot().parent.tolist() == [-1, 0, -1]
 
 
-def test_prune_finds_exactly_the_subtree_in_wide_and_deep_forests() -> None:
+def test_prune_finds_exactly_the_subtrees_in_wide_and_deep_forests() -> None:
     random = np.random.default_rng(0)
-    wide = [-1, *(int(random.integers(0, max(1, i // 20))) for i in range(1, 1500))]
+    wide = [(i - 1) // 12 for i in range(1500)]
     deep = [-1, *(int(random.integers(max(0, i - 3), i)) for i in range(1, 1500))]
-    for parent in (wide, deep):
+    for parent, tops in ((wide, range(2, 13)), (deep, [9, 12, 700])):
         tree = DecodeTree(parent, [1] * len(parent), [])  # type: ignore[arg-type]
         cache = PagedKVCache(SHAPE, len(parent), 1)
         cache.insert_tree(tree)
-        top = int(np.argmax(tree.subtree_size[1:] * (tree.subtree_size[1:] < 1000))) + 1
-        place = tree.dfs_rank - tree.dfs_rank[top]
-        below = np.flatnonzero((place >= 0) & (place < tree.subtree_size[top]))
-        assert cache.prune(top) == len(below) > 100
-        left = cache.snapshot().handles.tolist()
-        assert left == np.setdiff1d(np.arange(tree.num_nodes), below).tolist()
+        place = tree.dfs_rank - tree.dfs_rank[tops, None]
+        is_below = ((place >= 0) & (place < tree.subtree_size[tops, None])).any(0)
+        assert cache.prune(tops) == is_below.sum() > 100
+        assert np.array_equal(cache.snapshot().handles, np.flatnonzero(~is_below))
+
+
+def test_tables_stay_as_large_as_the_forest_that_lives() -> None:
+    cache = PagedKVCache(SHAPE, 64, 2)
+    cache.shuffle_free_pages(0)
+    cache.insert(-1, 20)
+    sizes = []
+    for _ in range(400):
+        node = cache.insert(0, 30)
+        cache.append(node, 10)
+        cache.prune(node)
+        sizes.append((len(cache._extents._base), cache._nodes.capacity))
+    assert max(sizes[200:]) <= max(sizes[:20]) <= (256, 64)
 
 
 class CountingArray(np.ndarray):

@@ -215,12 +215,12 @@ class History:
         assert cache.num_free_pages == (owners == 0).sum()
         poisoned = torch.isnan(cache.k_cache[1][..., 0, 0]).view(-1).numpy()
         assert np.array_equal(poisoned, ~live)
-        self.check_runs(handles)
+        self.check_runs()
 
-    def check_runs(self, handles: list[int]) -> None:
+    def check_runs(self) -> None:
         """Runs are maximal and say what slots says; a page table says what its path's slots say."""
         cache, size = self.cache, self.cache.page_size
-        for handle in handles[:5]:
+        for handle in self.pick(8):
             _, base, length = cache.runs(handle)
             assert (base[1:] != base[:-1] + length[:-1]).all()
             path = self.path(handle)
