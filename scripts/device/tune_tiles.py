@@ -96,7 +96,7 @@ def main() -> None:
     sink = open(Path(args.out) / args.file, "w")  # noqa: SIM115
     writer = csv.writer(sink)
     writer.writerow(
-        "nodes tokens heads planner option tiles partial us error items turns plan_ms".split()
+        ["nodes", "tokens", "heads", "planner", "option", "tiles", "partial", "us", "error", "items", "turns", "plan_ms"]
     )
     for case in cases:
         shape = HeadShape(int(case["num_qo_heads"]), int(case["num_kv_heads"]), 128)
