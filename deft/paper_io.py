@@ -1,9 +1,9 @@
 """The DeFT paper's own way of counting IO, beside the exact count of Plan.io().
 
 Its counter charges K and V at 2 bytes per element for every *query* head (for grouped-query models
-that is group_size times the bytes that exist), sums over layers and steps, and differs by method only
-in how often it charges a token: once in the tree (flatten), once per 32 queries that share it (node,
-node_chunk), or once per query (sequence: radix attention). A bit mask is 8 bytes per tree token.
+that is group_size times the bytes that exist) and sums over layers and steps. Methods differ only
+in how often they charge a token: once in the tree (flatten), once per 32 queries that share it
+(node, node_chunk), or once per query (sequence: radix attention). A bit mask is 8 bytes per tree token.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def paper_kv_bytes(
     return tokens * shape.num_qo_heads * shape.head_dim * _KV_ELEMENT_BYTES * num_layers
 
 
-def paper_mask_bytes(
-    method: str, counted: StepCounts | DecodeTree, num_layers: int = 1
-) -> int:
+def paper_mask_bytes(method: str, counted: StepCounts | DecodeTree, num_layers: int = 1) -> int:
     """Bit-mask bytes of all steps in the paper's convention: only flatten has a mask.
 
     Raises:

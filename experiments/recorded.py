@@ -1,24 +1,17 @@
-"""Recorded workloads: loaders of the shared folder, and the replays that turn them into decode steps.
+"""Replays of recorded workloads: what turns a recording into decode steps.
 
-The folder is `../shared` beside the repository, or TREE_BENCH_SHARED. Nothing of it is copied: it is
-read when asked for. A replay numbers its steps from 1 (step 0 is prefill) and offers two views of
-each: `tree(step)`, a DecodeTree for a kernel, and `counts`, vectorised token counts of all steps.
-
-Known defects of the speculative recording: the file for size 10 carries the 31-node tree; size 5 holds
-five paths (six candidates with the root token); every record and every size holds the same accepted
-lengths, recorded with the 256-candidate tree, so the tree replay clamps them to its own depth.
+A replay numbers its steps from 1 (step 0 is prefill) and offers two views of each: `tree(step)`, a
+DecodeTree for a kernel, and `counts`, vectorised token counts of all steps. Loaders, and the known
+defects of the recordings, are in experiments.recordings.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,16 +19,15 @@ import numpy.typing as npt
 from deft.paper_io import StepCounts, count_tree, query_tiles
 from deft.topologies import few_shot, from_choices
 from deft.tree import DecodeTree, LongArray
-
-REASONING_TASKS = ("sorting128", "docmerge", "keyword", "set128")
-SPECULATIVE_SIZES = (5, 10, 32, 64, 96, 128, 256)
-_NODE_KEYS = ("id", "parent", "first_step", "last_step", "tokens")
+from experiments.recordings import ReasoningTree, SpeculativeRecording
 
 
 class Replay(Protocol):
     """Decode steps 1 .. num_steps of one recorded request."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Replay name in rows and messages."""
 
     @property
     def num_steps(self) -> int:
@@ -47,27 +39,6 @@ class Replay(Protocol):
     @property
     def counts(self) -> StepCounts:
         """Token counts of all steps, step 1 first."""
-
-
-def shared_folder() -> Path:
-    """The folder of recorded data: TREE_BENCH_SHARED, or `shared` beside the repository."""
-    override = os.environ.get("TREE_BENCH_SHARED")
-    return Path(override) if override else Path(__file__).resolve().parents[2] / "shared"
-
-
-def shared_file(*parts: str) -> Path:
-    """A file of the shared folder.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    path = shared_folder().joinpath(*parts)
-    if not path.is_file():
-        raise ValueError(
-            f"recorded data not found: {path}; put the shared folder beside the repository "
-            "or name it in TREE_BENCH_SHARED"
-        )
-    return path
 
 
 def _check_step(replay: Replay, step: int) -> None:
@@ -129,73 +100,11 @@ def _one_root_counts(root_len: LongArray, num_qo: LongArray, leaf_tokens: LongAr
 
 
 # ---- reasoning ---------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class ReasoningTree:
-    """A recorded tree of thoughts: int64 [num_nodes] each, node 0 is the prompt.
-
-    Args:
-        task: recording's name.
-        index: line of the recording.
-        is_complete: False where the recording broke off; the paper's runs skip those.
-        parent: -1 for the root; parents come before children.
-        first_step, last_step: steps at which the node got its first and last token.
-        tokens: KV tokens when finished.
-    """
-
-    task: str
-    index: int
-    is_complete: bool
-    parent: LongArray
-    first_step: LongArray
-    last_step: LongArray
-    tokens: LongArray
-
-
-def load_reasoning(task: str, *, only_complete: bool = True) -> list[ReasoningTree]:
-    """Recorded trees of one task, in file order.
-
-    Args:
-        task: one of REASONING_TASKS.
-        only_complete: leave out the trees whose recording broke off.
-
-    Raises:
-        ValueError: unknown task, a missing file, or a line that is no such tree.
-    """
-    if task not in REASONING_TASKS:
-        raise ValueError(f"reasoning task must be one of {', '.join(REASONING_TASKS)}, got {task!r}")
-    path = shared_file("workloads", "reasoning", f"{task}.jsonl")
-    trees = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            trees.append(_parse_reasoning(task, json.loads(line)))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"{path}, line {number}: not a recorded tree ({error!r})") from error
-    return [tree for tree in trees if tree.is_complete or not only_complete]
-
-
-def _parse_reasoning(task: str, record: dict[str, Any]) -> ReasoningTree:
-    rows = [[node[key] for key in _NODE_KEYS] for node in record["nodes"]]
-    ids, parent, first, last, tokens = np.array(rows, np.int64).reshape(-1, 5).T
-    if record["complete"] and not len(ids):
-        raise ValueError("a complete tree without nodes")
-    if not np.array_equal(ids, np.arange(len(ids))) or (parent >= ids).any():
-        raise ValueError("ids must be dense and parents come first")
-    if (parent[:1] != -1).any() or (parent[1:] < 0).any():
-        raise ValueError("node 0 must be the only root")
-    if (tokens != last - first + 1).any() or (tokens < 0).any():
-        raise ValueError("tokens must be last_step - first_step + 1, at least 0")
-    if (first[1:] != last[parent[1:]] + 1).any():
-        raise ValueError("a child must start one step after its parent ends")
-    return ReasoningTree(
-        task, int(record["tree"]), bool(record["complete"]), parent, first, last, tokens
-    )
-
-
 class ReasoningReplay:
     """A recorded tree of thoughts, step by step.
 
-    At each step every live leaf holds one token more. A leaf that reaches its last step branches, or
-    is pruned with every ancestor that then has no live descendant; other inner nodes stay.
+    At each step every live leaf holds one token more. A leaf that reaches its last step branches,
+    or is pruned with every ancestor that then has no live descendant; other inner nodes stay.
     """
 
     def __init__(
@@ -206,7 +115,8 @@ class ReasoningReplay:
         Args:
             recorded: the tree.
             prompt_len: tokens of the root; None keeps the recorded ones.
-            max_len: prompt + generated tokens at which the run stops; None: when the root is pruned.
+            max_len: prompt + generated tokens at which the run stops; None: when the root is
+                pruned.
 
         Raises:
             ValueError: a prompt below 1 token, or one that leaves nothing to generate.
@@ -237,12 +147,14 @@ class ReasoningReplay:
     def tree(self, step: int) -> DecodeTree:
         """The tree at `step`: live nodes in recorded order, one query per leaf."""
         _check_step(self, step)
-        lengths, is_leaf = (grid[:, 0] for grid in self._at(np.array([step])))
+        grids = self._at(np.array([step]))
+        lengths, is_leaf = grids[0][:, 0], grids[1][:, 0]
         alive = np.flatnonzero(lengths >= 0)
         number = np.full(len(lengths) + 1, -1)  # the last entry serves parent -1
         number[alive] = np.arange(len(alive))
         parent = number[self.recorded.parent[alive]]
-        return DecodeTree(parent, lengths[alive], number[np.flatnonzero(is_leaf)])
+        arrays = (parent, lengths[alive], number[np.flatnonzero(is_leaf)])
+        return DecodeTree(*(array.astype(np.int32) for array in arrays))
 
     @cached_property
     def counts(self) -> StepCounts:
@@ -260,47 +172,6 @@ class ReasoningReplay:
 
 
 # ---- speculative -------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class SpeculativeRecording:
-    """One recorded token tree and its accepted lengths.
-
-    Args:
-        size: tree size that the file is named after.
-        choices: Medusa paths of the candidates, the root token left out.
-        accept_lengths: accepted tokens of each step, one list per record.
-    """
-
-    size: int
-    choices: tuple[tuple[int, ...], ...]
-    accept_lengths: tuple[tuple[int, ...], ...]
-
-    @property
-    def depth(self) -> int:
-        """Longest path: candidates below the root token."""
-        return max(len(path) for path in self.choices)
-
-
-def load_speculative(size: int) -> SpeculativeRecording:
-    """The recorded token tree of one size.
-
-    Raises:
-        ValueError: unknown size, a missing file, or one that is no such recording.
-    """
-    if size not in SPECULATIVE_SIZES:
-        raise ValueError(f"speculative size must be one of {SPECULATIVE_SIZES}, got {size}")
-    path = shared_file("workloads", "speculative", f"apps_tree{size}.json")
-    try:
-        data = json.loads(path.read_text())
-        choices = tuple(tuple(int(rank) for rank in choice) for choice in data["choices"])
-        accepted = tuple(tuple(map(int, record["accept_lengths"])) for record in data["records"])
-        from_choices(choices, 1)
-        if not choices or not accepted or min(map(min, accepted)) < 1:
-            raise ValueError("want choices and accepted lengths >= 1")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a speculative recording ({error!r})") from error
-    return SpeculativeRecording(size, choices, accepted)
-
-
 def accepted_lengths(recorded: Sequence[int], num_tokens: int, most: int) -> list[int]:
     """Accepted lengths of a run that generates `num_tokens` tokens.
 
