@@ -3,7 +3,7 @@
 Its counter charges K and V at 2 bytes per element for every *query* head (for grouped-query models
 that is group_size times the bytes that exist) and sums over layers and steps. Methods differ only
 in how often they charge a token: once in the tree (flatten), once per 32 queries that share it
-(node, node_chunk), or once per query (sequence: radix attention). A bit mask is 8 bytes per tree token.
+(node, node_chunk), or once per query (sequence: radix attention). A bit mask is 8 bytes per token.
 """
 
 from __future__ import annotations
