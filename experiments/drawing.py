@@ -2,9 +2,9 @@
 
 One row of boxes per depth. A box's width grows as the square root of its tokens (a 1,024-token
 prefix and a one-token node have to fit one page), the number in it is its token count, and dots
-under it are queries. In a plan's picture each box is cut where the plan cuts it: a coloured strip is
-what one item loads, and strips above each other are loads of the same tokens. Trees of many nodes
-are drawn as one bar per level.
+under it are queries. In a plan's picture each box is cut where the plan cuts it: a coloured strip
+is what one item loads, and strips above each other are loads of the same tokens. Trees of many
+nodes are drawn as one bar per level.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def draw_levels(tree: DecodeTree, title: str) -> Figure:
     axes.barh(rows, tokens, height=0.7, color=NODE_COLOUR, edgecolor="black", linewidth=0.8)
     font = min(FONT_POINTS, 200.0 / levels)
     for row in rows if levels <= 60 else ():
-        text = f"{nodes[row]:,} nodes, {int(tokens[row]):,} tokens, {queries[row]:,} queries"
+        text = f"nodes: {nodes[row]:,}, tokens: {int(tokens[row]):,}, queries: {queries[row]:,}"
         is_long = tokens[row] > tokens.max() / 2
         place = (0 if is_long else tokens[row], row)
         axes.annotate(text, place, (4, 0), textcoords="offset points", va="center", fontsize=font)
