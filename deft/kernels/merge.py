@@ -1,8 +1,8 @@
 """Stage 2: join the partial results of each query, in slot order (root to leaf).
 
-o = sum_s w_s o_s / sum_s w_s with w_s = 2 ** (lse_s - max lse); the order of the sum is fixed, so the
-result is the same bits on every run. No slots, or only empty ones: o = 0 and lse = -inf. One non-empty
-slot among empty ones passes through unchanged (its weight is exactly 1).
+o = sum_s w_s o_s / sum_s w_s with w_s = 2 ** (lse_s - max lse); the order of the sum is fixed, so
+the result is the same bits on every run. No slots, or only empty ones: o = 0 and lse = -inf. One
+non-empty slot among empty ones passes through unchanged (its weight is exactly 1).
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def _merge_kernel(
     is_empty = l_i == 0.0
     acc = acc / tl.where(is_empty, 1.0, l_i)[:, None]
     o_at = query * stride_om + offs_h * stride_oh
-    tl.store(
-        o_ptr + o_at[:, None] + offs_d[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_o
-    )
+    tl.store(o_ptr + o_at[:, None] + offs_d[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_o)
     if WRITE_LSE:
         lse2 = tl.where(is_empty, float("-inf"), m_i + tl.log2(l_i))
         tl.store(lse_ptr + query * NUM_QO_HEADS + offs_h, lse2 * 0.6931471805599453, mask=is_h)

@@ -1,9 +1,9 @@
 """Stage 1: one CTA per (item, KV head) attends its queries to its token runs.
 
-Online softmax (Milakov & Gimelshein 2018; FlashAttention-2, algorithm 1) over two kinds of chunks: pure
-ones (a base slot, no mask) and mixed ones (a slot and mask words per token). A row that has seen
-nothing keeps m = -inf, l = 0, acc = 0, with no finite sentinel. Results go to the output (final) or to
-a partial slot, normalised, with a base-2 LSE in fp32.
+Online softmax (Milakov & Gimelshein 2018; FlashAttention-2, algorithm 1) over two kinds of chunks:
+pure ones (a base slot, no mask) and mixed ones (a slot and mask words per token). A row that has
+seen nothing keeps m = -inf, l = 0, acc = 0, with no finite sentinel. Results go to the output
+(final) or to a partial slot, normalised, with a base-2 LSE in fp32.
 """
 
 from __future__ import annotations
