@@ -1,15 +1,17 @@
-"""Checks that the dense baselines share: the tensors of a run() call and the memory of a plan."""
+"""Checks that the dense baselines share: the memory of a plan, the cache, and a run()'s tensors."""
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deft.kv_cache import PagedKVCache
-from deft.shape import HeadShape, torch_dtype
-from deft.tree import DecodeTree
+from deft.shape import torch_dtype
+from deft.tree import DecodeTree, LongArray
 
-MEMORY_LIMIT_BYTES = 16 << 30  # beyond this a dense method is no comparison any more
+MEMORY_LIMIT_BYTES = 16 << 30  # what a dense method may take beside the KV cache
 
 
 def memory_reason(what: str, num_bytes: int) -> str | None:
@@ -20,28 +22,29 @@ def memory_reason(what: str, num_bytes: int) -> str | None:
     return f"{what} would take {num_bytes / 2**30:.1f} GiB, limit {limit} GiB; use a smaller tree"
 
 
-def check_planned(cache: PagedKVCache | None) -> PagedKVCache:
-    """The cache of the last plan().
+def tree_slots(
+    tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None
+) -> LongArray:
+    """int64 [num_tokens]: pool slot of every token, in node order.
+
+    Args:
+        nodes: cache handle of each tree node; default 0..num_nodes-1.
 
     Raises:
-        ValueError: run() came before plan().
+        ValueError: the cache does not hold these nodes with the tree's lengths.
     """
-    if cache is None:
-        raise ValueError("run() was called before plan(); call plan(tree, cache) once a step")
-    return cache
-
-
-def check_plan(tree: DecodeTree, cache: PagedKVCache) -> None:
-    """Refuse a cache that does not hold the tree as handles 0..num_nodes-1.
-
-    Raises:
-        ValueError: fewer nodes than the tree has.
-    """
-    if cache.num_nodes < tree.num_nodes:
+    handles = np.arange(tree.num_nodes) if nodes is None else np.asarray(nodes, np.int64)
+    if len(handles) != tree.num_nodes:
+        raise ValueError(f"nodes has {len(handles)} handles for {tree.num_nodes} nodes")
+    indptr, slots = cache.slots(handles)
+    wrong = np.flatnonzero(np.diff(indptr) != tree.node_len)
+    if wrong.size:
+        bad = int(wrong[0])
         raise ValueError(
-            f"the cache holds {cache.num_nodes} nodes, the tree has {tree.num_nodes}; "
-            "insert the tree first"
+            f"node {bad} holds {indptr[bad + 1] - indptr[bad]} tokens in the cache and "
+            f"{tree.node_len[bad]} in the tree; write the tree to the cache first"
         )
+    return slots
 
 
 def check_call(
@@ -63,26 +66,22 @@ def check_call(
     Raises:
         ValueError: what was got and what is wanted.
     """
-    shape: HeadShape = cache.shape
-    if not 0 <= layer < cache.num_layers:
-        raise ValueError(f"layer must be in 0..{cache.num_layers - 1}, got {layer}")
+    shape = cache.shape
+    if not 0 <= layer < len(cache.k_cache):
+        raise ValueError(f"layer must be in 0..{len(cache.k_cache) - 1}, got {layer}")
     rows = (tree.num_qo, shape.num_qo_heads)
     dtype = torch_dtype(shape.dtype)
-    _check_tensor("q", q, (*rows, shape.head_dim), dtype, cache.device)
-    if out is not None:
-        _check_tensor("out", out, (*rows, shape.head_dim), dtype, cache.device)
-    if lse is not None:
-        _check_tensor("lse", lse, rows, torch.float32, cache.device)
-
-
-def _check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    got = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    if got != (shape, dtype, device):
-        raise ValueError(
-            f"{name} must be {list(shape)} {dtype} on {device}, "
-            f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    wanted = [
+        ("q", q, (*rows, shape.head_dim), dtype),
+        ("out", out, (*rows, shape.head_dim), dtype),
+    ]
+    for name, tensor, size, kind in (*wanted, ("lse", lse, rows, torch.float32)):
+        if tensor is None:
+            continue
+        if (tuple(tensor.shape), tensor.dtype, tensor.device) != (size, kind, cache.device):
+            raise ValueError(
+                f"{name} must be {list(size)} {kind} on {cache.device}, "
+                f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
