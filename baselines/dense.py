@@ -48,7 +48,7 @@ class DenseAttention:
     layout_bytes = 0
     plan_upload_bytes = 0
     workspace_bytes = 0
-    capturable = True
+    capturable = False
 
     def __init__(self, name: str = "dense", sm_scale: float | None = None) -> None:
         self.name = name
@@ -104,7 +104,7 @@ class DenseAttention:
         paths = [visible_tokens(tree, query) for query in range(tree.num_qo)]
         tokens = np.concatenate([np.zeros(0, np.int64), *paths])
         table = torch.from_numpy(slots[tokens].astype(np.int32)).to(cache.device)
-        self._slots = table.split(tree.query_kv_len.tolist())
+        self._slots = torch.split_with_sizes(table, tree.query_kv_len.tolist())
         shape = cache.shape
         self._out = torch.empty(
             (tree.num_qo, shape.num_qo_heads, shape.head_dim),
@@ -114,6 +114,7 @@ class DenseAttention:
         self._tree, self._cache = tree, cache
         self.plan_upload_bytes = table.numel() * _SLOT_BYTES
         self.workspace_bytes = _workspace_bytes(tree, shape)
+        self.capturable = cache.device.type == "cuda"
 
     def run(
         self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None

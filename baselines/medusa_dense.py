@@ -59,7 +59,7 @@ class MedusaDenseAttention:
     layout_bytes = 0
     plan_upload_bytes = 0
     workspace_bytes = 0
-    capturable = True
+    capturable = False
 
     def __init__(
         self, name: str = "medusa_dense", backend: str = "efficient", sm_scale: float | None = None
@@ -143,6 +143,7 @@ class MedusaDenseAttention:
         # The CPU's fused kernel is the one named FLASH_ATTENTION; it takes a mask.
         self._backend = BACKENDS[self.backend] if on_gpu else SDPBackend.FLASH_ATTENTION
         self.path = f"torch sdpa {self.backend}" if on_gpu else "torch sdpa cpu"
+        self.capturable = on_gpu
         self._tree, self._cache = tree, cache
 
     def _lay_out(self, cache: PagedKVCache, slots: npt.NDArray[np.int64]) -> None:

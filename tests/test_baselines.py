@@ -40,8 +40,8 @@ TREES = {
     ),
     "sees_nothing": DecodeTree([-1, 0, -1], [0, 4, 7], [0, 1, 2]),
     "causal": DecodeTree([-1, 0, 0], [20, 4, 3], [1, 1, 1, 2, 1, 0], [1, 3, 4, 0, 0, 7]),
-    "no_query": DecodeTree([-1, 0], [5, 5], np.zeros(0, np.int32)),  # type: ignore[arg-type]
 }
+NO_QUERY = DecodeTree([-1, 0], [5, 5], np.zeros(0, np.int32))
 SHAPES = [
     HeadShape(4, 4, 64, "float32"),
     HeadShape(6, 2, 80, "float16"),
@@ -75,6 +75,14 @@ def test_output_equals_the_oracle(
     assert_close(o, ref, shape.dtype)
     if lse is not None:
         assert_lse_close(lse, ref_lse, shape.dtype)
+
+
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_a_tree_without_queries_gives_no_rows(kernel_class: type[Kernel]) -> None:
+    kernel, shape = kernel_class(), SHAPES[1]
+    o, _ = run_on(kernel, NO_QUERY, shape, make_inputs(NO_QUERY, shape))
+    assert o.shape == (0, shape.num_qo_heads, shape.head_dim)
+    assert kernel.io(NO_QUERY, shape, 1).total == 0
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)
