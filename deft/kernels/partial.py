@@ -139,7 +139,8 @@ def _partial_attention_kernel(
 
     has_seen = l_i > 0
     has_nan = l_i != l_i  # NaN inputs pass through, as in dense attention
-    acc = acc / tl.where(has_seen | has_nan, l_i, 1.0)[:, None]
+    l_i = tl.where(has_seen | has_nan, l_i, 1.0)
+    acc = acc / l_i[:, None]
     lse2 = tl.where(has_seen | has_nan, m_i + tl.log2(l_i), float("-inf"))
     dest = tl.load(item_dest_ptr + query_start + local, mask=is_row, other=0)
     to_o = is_row & (dest < 0)
