@@ -19,7 +19,7 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def executed(path: Path) -> dict[str, Any]:
-    """Names left by running a file's Python blocks in order; sweeps are left out, they take long."""
+    """Names left by running a file's Python blocks in order, but those that start a sweep."""
     scope: dict[str, Any] = {}
     for code in blocks(path, "python"):
         if "bench_tree" not in code:
