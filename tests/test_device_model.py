@@ -106,7 +106,11 @@ def test_a_users_own_file_loads_and_missing_ones_are_named(tmp_path: Path) -> No
     path.write_text(json.dumps(data))
     assert DeviceModel.load(path).hbm_gb_s == 1555
     path.write_text("{")
-    with pytest.raises(ValueError, match="not a readable device model"):
+    with pytest.raises(ValueError, match="not a readable device model") as caught:
+        DeviceModel.load(path)
+    assert "\n" not in str(caught.value)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="want a JSON object, got list"):
         DeviceModel.load(path)
     with pytest.raises(
         ValueError, match=r"no device model 'b300'; want one of \['a100', 'h100', 'h200'\]"
