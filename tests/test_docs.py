@@ -66,3 +66,21 @@ def test_readme_lists_every_kernel() -> None:
     table = (ROOT / "README.md").read_text().partition("## Kernels")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     assert listed == {path.stem for path in (ROOT / "conf" / "kernel").glob("*.yaml")}
+
+
+def table_row(text: str, first_cell: str) -> set[str]:
+    """Words in backticks of the second cell of the table row whose first cell holds a text."""
+    row = next(line for line in text.splitlines() if line.startswith("|") and first_cell in line)
+    return set(re.findall(r"`([\w.]+)`", row.split("|")[2]))
+
+
+def test_readme_names_real_presets_workloads_and_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    for cell, folder in (("+experiment=NAME", "experiment"), ("`workload=NAME`", "workload")):
+        names = table_row(text, cell)
+        known = {path.stem for path in (ROOT / "conf" / folder).glob("*.yaml")}
+        assert names and names <= known, f"not in conf/{folder}: {sorted(names - known)}"
+    for path in DOCS:
+        modules = set(re.findall(r"python -m\s+(experiments\.\w+)", path.read_text()))
+        missing = [m for m in modules if not (ROOT / (m.replace(".", "/") + ".py")).exists()]
+        assert not missing, f"{path.name} names commands that are not there: {missing}"
