@@ -1,10 +1,12 @@
-"""Sweep planners x tile classes x KV blocks over the layered suite on one GPU; correct first, then timed.
+"""Sweep planners x tile classes x KV blocks over the layered suite on one GPU; correct first, then
+timed.
 
-    python scripts/device/tune_tiles.py --cases PEERS_CSV --out DIR [--planners flatten node_chunk ...]
+    python scripts/device/tune_tiles.py --cases PEERS_CSV --out DIR [--planners flatten node_chunk
+    ...]
 
-PEERS_CSV names the trees (columns nodes, tokens, num_qo_heads, num_kv_heads). Each variant is compared
-with the fp64 oracle (row RMS) and timed as CUDA-graph replays with a cold L2. The sweep chose the
-defaults in deft/planners/tiles.py; docs/kernel_log.md says what it showed.
+PEERS_CSV names the trees (columns nodes, tokens, num_qo_heads, num_kv_heads). Each variant is
+compared with the fp64 oracle (row RMS) and timed as CUDA-graph replays with a cold L2. The sweep
+chose the defaults in deft/planners/tiles.py; docs/kernel_log.md says what it showed.
 """
 
 from __future__ import annotations
