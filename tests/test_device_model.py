@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +14,12 @@ from deft.io_model import IOBytes
 from deft.shape import HeadShape
 from deft.tree import DecodeTree
 
-PEERS = Path(__file__).parents[2] / "shared" / "reference" / "peers_h200.csv"
+SHARED = os.environ.get("TREE_BENCH_SHARED") or Path(__file__).parents[2] / "shared"
+PEERS = Path(SHARED) / "reference" / "peers_h200.csv"
 
 
 def layered(nodes: list[int], tokens: list[int]) -> DecodeTree:
-<<<<<<< HEAD
     """Child j of a level of n hangs under node j * m // n of the m above; a query per leaf."""
-=======
-    """Child j of a level of n hangs under node floor(j * m / n) of the m above; a query per
-    leaf."""
->>>>>>> main
     first = np.cumsum([0, *nodes])
     parent = [np.full(nodes[0], -1)]
     for level in range(1, len(nodes)):
