@@ -152,13 +152,11 @@ def _bit_ranges(low: AnyArray, high: AnyArray, words: int) -> MaskArray:
     low = np.clip(low[:, None] - offset, 0, 64)
     high = np.clip(high[:, None] - offset, 0, 64)
 
-    def below(
-        bits: AnyArray,
-    ) -> MaskArray:  # a mask of the lowest `bits` bits; shifting by 64 is undefined
-        ones = np.uint64(0xFFFFFFFFFFFFFFFF)
-        return np.where(
-            bits > 0, ones >> (64 - np.maximum(bits, 1)).astype(np.uint64), np.uint64(0)
-        )
+    def below(bits: AnyArray) -> MaskArray:
+        """A mask of the lowest `bits` bits (a shift by 64 is undefined, so 0 is apart)."""
+        shift = (64 - np.maximum(bits, 1)).astype(np.uint64)
+        mask: MaskArray = np.where(bits > 0, np.uint64(0xFFFFFFFFFFFFFFFF) >> shift, np.uint64(0))
+        return mask
 
     return below(high) & ~below(low)
 
@@ -191,7 +189,7 @@ def _chunks(
     item = np.repeat(np.arange(num_items), np.diff(run_indptr))
     block = np.array([t.block_n for t in tiles], np.int64)[tile]
     whole = np.where(is_full, length // block[item], 0)
-    tail = length - whole * block[item]
+    tail: LongArray = length - whole * block[item]
 
     def per_item(values: AnyArray) -> LongArray:
         return np.bincount(item, weights=values, minlength=num_items).astype(np.int64)
