@@ -189,7 +189,7 @@ def _chunks(
     item = np.repeat(np.arange(num_items), np.diff(run_indptr))
     block = np.array([t.block_n for t in tiles], np.int64)[tile]
     whole = np.where(is_full, length // block[item], 0)
-    tail: LongArray = length - whole * block[item]
+    tail = np.asarray(length - whole * block[item], np.int64)
 
     def per_item(values: AnyArray) -> LongArray:
         return np.bincount(item, weights=values, minlength=num_items).astype(np.int64)
