@@ -90,15 +90,16 @@ def main() -> None:
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with open(Path(args.out) / "full_product.csv", "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["group", "head_dim", "page", "dtype", "tree", "strategy", "row_rms", "mass", "right"])
+        writer.writerow(
+            ["group", "head_dim", "page", "dtype", "tree", "strategy", "row_rms", "mass", "right"]
+        )
         writer.writerows(rows)
     for dtype in DTYPES:
         mine = [row for row in rows if row[3] == dtype]
         worst = max(float(row[6]) for row in mine)
         right = sum(bool(row[-1]) for row in mine)
-        print(
-            f"{dtype}: {right} of {len(mine)} right, worst row RMS {worst:.2e} (limit {LIMITS[dtype]})"
-        )
+        limit = LIMITS[dtype]
+        print(f"{dtype}: {right} of {len(mine)} right, worst row RMS {worst:.2e} (limit {limit})")
     wrong = [row for row in rows if not row[-1]]
     for row in wrong[:20]:
         print("WRONG", row)
