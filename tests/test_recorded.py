@@ -59,7 +59,8 @@ def small_tree() -> ReasoningTree:
 
 def simulate(recorded: ReasoningTree, prompt_len: int) -> list[dict[int, tuple[int, bool]]]:
     """Every step's {node: (tokens, decodes)}, moved on event by event."""
-    children = {node: np.flatnonzero(recorded.parent == node).tolist() for node in range(9**3)}
+    every = range(len(recorded.parent))
+    children = {node: np.flatnonzero(recorded.parent == node).tolist() for node in every}
     lengths = {0: prompt_len, **dict.fromkeys(children[0], 0)}
     live = set(children[0])
     steps = []
@@ -264,7 +265,7 @@ def test_a_malformed_speculative_file_is_named(content: str, shared: Path) -> No
 
 
 def test_absent_data_and_unknown_names_are_said(shared: Path) -> None:
-    with pytest.raises(ValueError, match="recorded data not found: .*TREE_BENCH_SHARED"):
+    with pytest.raises(ValueError, match=r"recorded data not found: .*TREE_BENCH_SHARED"):
         load_reasoning("docmerge")
     with pytest.raises(ValueError, match="recorded data not found"):
         load_speculative(64)
