@@ -51,7 +51,7 @@ def cut_segments(tree: DecodeTree) -> Segments:
     # A node's own queries come first in its range, by query_len: shorter than stop drop out.
     key = np.sort(rank[tree.query_node] + tree.query_len)
     first = np.maximum(np.searchsorted(key, rank[node] + stop), begin[node])
-    keep = (stop > start) & (end[node] > first)
+    keep = end[node] > first
     has_no_cut = ~np.isin(node, tree.query_node)
     return Segments(
         node[keep].astype(np.int32),

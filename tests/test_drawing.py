@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -123,5 +124,5 @@ def test_colours_of_neighbouring_items_differ() -> None:
     strips = [box for box in boxes(draw_plan(plan)) if box.get_height() < 1]
     shown = [to_hex(box.get_facecolor()).upper() for box in strips if box.get_width() > 0]
     root = [colour for colour in shown if colour in ITEM_COLOURS][:10]
-    assert all(a != b for a, b in zip(root, root[1:], strict=False))
+    assert all(a != b for a, b in pairwise(root))
     assert np.unique(root).size == 7

@@ -117,6 +117,11 @@ def test_the_paper_counter_on_a_tree_done_by_hand() -> None:
             count()
 
 
+def test_the_node_kernel_loads_a_prompt_again_from_the_33rd_query_on() -> None:
+    loads = [int(count_tree(few_shot(100, width, 0)).capped_tokens[0]) for width in (1, 32, 33, 65)]
+    assert loads == [100, 100, 200, 300]
+
+
 @pytest.mark.parametrize("tree", [ODD, CAUSAL], ids=["odd", "causal"])
 def test_counts_of_odd_trees(tree: DecodeTree) -> None:
     counts = count_tree(tree)
