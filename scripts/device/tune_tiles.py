@@ -28,17 +28,14 @@ FLUSH_BYTES = 256 * 2**20
 S16 = TileConfig(16, 32, 1, 3)
 TILE_SETS = {
     "16x32w1+64x64w4": (S16, TileConfig(64, 64, 4, 3)),
-    "16x32w1+64x64w4s2": (S16, TileConfig(64, 64, 4, 2)),
-    "16x32w1+64x32w4": (S16, TileConfig(64, 32, 4, 3)),
     "16x32w1+32x32w2+64x64w4": (S16, TileConfig(32, 32, 2, 3), TileConfig(64, 64, 4, 3)),
     "16x32w1+128x64w8": (S16, TileConfig(128, 64, 8, 3)),
     "16x32w1+64x64w4+128x128w8": (S16, TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 3)),
     "16x64w2+64x64w4": (TileConfig(16, 64, 2, 3), TileConfig(64, 64, 4, 3)),
+    "16x32w1+64x32w4": (S16, TileConfig(64, 32, 4, 3)),
     "16x32w1s4+64x128w4": (TileConfig(16, 32, 1, 4), TileConfig(64, 128, 4, 2)),
-    "16x32w1": (S16,),
-    "64x64w4": (TileConfig(64, 64, 4, 3),),
 }
-BLOCKS = (None, 32, 64, 128, 256, 512)
+BLOCKS = (None, 64, 128, 256)
 
 
 def time_us(
@@ -79,6 +76,7 @@ def main() -> None:
     )
     parser.add_argument("--tiles", nargs="+", default=list(TILE_SETS))
     parser.add_argument("--partial", nargs="+", default=["float32"])
+    parser.add_argument("--file", default="tune.csv")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=500)
     args = parser.parse_args()
@@ -87,7 +85,7 @@ def main() -> None:
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with open(args.cases) as file:
         cases = list(csv.DictReader(file))
-    sink = open(Path(args.out) / "tune.csv", "w")  # noqa: SIM115
+    sink = open(Path(args.out) / args.file, "w")  # noqa: SIM115
     writer = csv.writer(sink)
     writer.writerow(
         "nodes tokens heads planner option tiles partial us error items turns plan_ms".split()
