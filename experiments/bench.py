@@ -35,10 +35,10 @@ from rich.table import Table
 from deft.tree import DecodeTree
 from experiments.command_line import USER_ERRORS, WANTS_TRACEBACK, print_error, run_command
 from experiments.config import CONF_DIR, Job, compose_job, job_of
+from experiments.measurement import StickyCudaError
 from experiments.results import ResultsError, latest, load_rows
 from experiments.row_file import RowFile
 from experiments.schema import checked_row, to_table
-from experiments.measurement import StickyCudaError
 from experiments.sweep import Sweep, Task
 from experiments.workload import Point, Workload
 

@@ -3,13 +3,15 @@
     python -m experiments.check kernel=deft_flatten
     python -m experiments.check all device=cpu dtype=float32
 
-Takes the overrides of experiments.bench that choose kernels, models, dtype, page size and device. The
-exit code is 1 when a kernel is wrong or raises.
+Takes the overrides of experiments.bench that choose kernels, models, dtype, page size and device.
+The exit code is 1 when a kernel is wrong or raises.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from deft.shape import HeadShape
 from deft.tree import DecodeTree
 from experiments.command_line import run_command
 from experiments.config import ConfigError, Job, compose_job, kernel_names
-from experiments.environment import pick_device
+from experiments.environment import one_thread, pick_device
 from experiments.gate import check_kernel, make_case
 from experiments.measurement import failed_columns
 
@@ -84,20 +86,24 @@ def check_one(
     return "incorrect" if verdict.reason else "ok", verdict.reason or "", verdict.row_rms_err
 
 
-def check_job(job: Job) -> list[Finding]:
-    """Every kernel of a job on every odd tree, at the job's heads, dtypes and page sizes."""
+def check_job(job: Job, trees: dict[str, DecodeTree] | None = None) -> list[Finding]:
+    """Every kernel of a job on every tree (odd_trees()), at the job's heads, dtypes and pages."""
+    trees = odd_trees() if trees is None else trees
     device = pick_device(job.settings.device)
-    findings = []
+    with one_thread() if device.type == "cpu" else nullcontext():
+        return list(_findings(job, trees, device))
+
+
+def _findings(job: Job, trees: dict[str, DecodeTree], device: torch.device) -> Iterator[Finding]:
     for kernel in job.kernels:
         for model in job.models:
             for dtype in job.dtypes:
                 shape = job.shape(model, dtype)
                 for page_size in job.page_sizes:
-                    for name, tree in odd_trees().items():
+                    for name, tree in trees.items():
                         made = job.make_kernel(kernel)
                         outcome = check_one(made, tree, shape, page_size, device)
-                        findings.append(Finding(kernel, name, shape, page_size, *outcome))
-    return findings
+                        yield Finding(kernel, name, shape, page_size, *outcome)
 
 
 def table_of(findings: list[Finding]) -> Table:

@@ -7,7 +7,7 @@ conf/ holds the values. `kernel` and `model` are lists of choices whose files st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,14 @@ def _check(settings: BenchConfig) -> None:
         raise ConfigError("no model chosen; for example model=llama3_8b")
 
 
+def _strict(kind: Any, values: dict[str, Any], where: str) -> Any:
+    """A config dataclass from its values, refusing keys that were added with +."""
+    known = [parameter.name for parameter in fields(kind)]
+    if unknown := sorted(set(values) - set(known)):
+        raise ConfigError(f"{where} has no key {unknown}; it has {sorted(known)}")
+    return kind(**values)
+
+
 def job_of(cfg: DictConfig, overrides: Sequence[str] = ()) -> Job:
     """A Job from a composed configuration.
 
@@ -183,11 +191,13 @@ def job_of(cfg: DictConfig, overrides: Sequence[str] = ()) -> Job:
         ConfigError, ValueError: a value that cannot be run.
     """
     plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    models = {name: ModelConfig(**heads) for name, heads in plain["model"].items()}
+    models = {
+        name: _strict(ModelConfig, heads, f"model.{name}") for name, heads in plain["model"].items()
+    }
     workload = workload_of(plain["workload"])
-    timing = TimingConfig(**plain["timing"])
-    rest = {name: plain[name] for name in plain if name not in ("workload", "timing")}
-    settings = BenchConfig(**rest, workload=workload, timing=timing)
+    timing = _strict(TimingConfig, plain["timing"], "timing")
+    values = {**plain, "model": models, "workload": workload, "timing": timing}
+    settings = _strict(BenchConfig, values, "the configuration")
     _check(settings)
     # A preset's knobs of a kernel that kernel=[...] left out come without the class to make.
     kernels = {name: conf for name, conf in settings.kernel.items() if "_target_" in conf}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,17 @@ def pick_device(wanted: str) -> torch.device:
         raise ValueError("device=cuda: torch sees no CUDA GPU here; use device=cpu or device=auto")
     use_gpu = wanted != "cpu" and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one CPU thread: on several, small operations wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _version(package: str) -> str | None:

@@ -18,7 +18,6 @@ from experiments.config import TimingConfig
 from experiments.gate import ORACLE_LAYER, Case, check_kernel
 from experiments.timing import time_cpu, time_gpu, time_plan
 
-
 # Attributes of a planned kernel that go into its row.
 TOLD = (
     "path",

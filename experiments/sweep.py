@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -40,17 +40,6 @@ class Task:
     page_size: int
     point: Point
     is_measured: bool
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on one CPU thread: small operations on several wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Sweep:
@@ -148,11 +137,14 @@ class Sweep:
         Raises:
             StickyCudaError: the GPU no longer answers; the row that met it was kept.
         """
-        with one_thread() if self.device.type == "cpu" else nullcontext():
+        with environment.one_thread() if self.device.type == "cpu" else nullcontext():
             self._run(keep, done, advance)
 
     def _run(
-        self, keep: Callable[[Row], None], done: frozenset[str], advance: Callable[[Task, int], None]
+        self,
+        keep: Callable[[Row], None],
+        done: frozenset[str],
+        advance: Callable[[Task, int], None],
     ) -> None:
         for task in self.tasks:
             todo = [name for name in self.kernel_order(task) if self.key(task, name) not in done]

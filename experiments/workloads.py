@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from deft import topologies
 from deft.tree import DecodeTree
+from experiments.recorded_workloads import Reasoning, SpeculativeFlat, SpeculativeTree
 from experiments.workload import Point, Workload, dashed, whole, whole_list
 
 
@@ -273,7 +274,8 @@ class Suite(Workload):
 def families() -> dict[str, type[Workload]]:
     """Every workload family by name."""
     plain = (FewShot, Layered, Kary, Skewed, RandomForest, Chain, FromChoices, Thought, Beam)
-    return {kind().family: kind for kind in (*plain, TreeFile, Suite)}
+    recorded = (Reasoning, SpeculativeTree, SpeculativeFlat)
+    return {kind().family: kind for kind in (*plain, *recorded, TreeFile, Suite)}
 
 
 def workload_of(config: Mapping[str, Any]) -> Workload:
