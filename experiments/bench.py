@@ -9,6 +9,7 @@ output right. Rows go to <results_dir>/<name>/<run_id>.parquet as they are made.
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,7 @@ from experiments.schema import checked_row, to_table
 from experiments.sweep import Sweep, Task
 from experiments.workload import Point, Workload
 
+LOST_DEVICE = 3  # exit code
 CONSOLE = Console(highlight=False)
 if not CONSOLE.is_terminal:
     CONSOLE = Console(highlight=False, width=140)  # a log file has no width of its own
@@ -134,9 +136,10 @@ def report(df: pd.DataFrame, job: Job, folder: Path) -> None:
         detail = rows["status_detail"].iloc[0]
         CONSOLE.print(f"  {kernel}: {status} at {len(rows)} points, first: {detail}", style="red")
     if job.settings.walkthrough:
-        from experiments.walkthrough import run_walkthrough
+        from experiments.walkthrough import run_walkthrough, table
 
-        run_walkthrough(folder)
+        CONSOLE.print(table(run_walkthrough(folder / "walkthrough")))
+        CONSOLE.print(f"walkthrough: {folder / 'walkthrough'}/")
     if job.settings.figures:
         from experiments.figures import make_figures
 
@@ -246,7 +249,9 @@ def _hydra_main(cfg: DictConfig) -> None:
         run_job(job_of(cfg, HydraConfig.get().overrides.task))
     except StickyCudaError as error:
         print_error(error)
-        sys.exit(3)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(LOST_DEVICE)  # destructors that call CUDA could hang or abort
     except USER_ERRORS as error:
         if WANTS_TRACEBACK:
             raise

@@ -47,10 +47,10 @@ class TimingConfig:
     Args:
         timer: "graph" (CUDA-graph replays), "eager" (plain launches); on a CPU always "cpu".
         cold_l2: empty the L2 before each sample, outside the timed region.
-        repeats: samples on a GPU, most samples on a CPU; at least 20 on a GPU.
+        repeats: most samples; on a GPU at least 20 are taken whatever it says.
         warmup: runs before the first sample.
         plan_repeats: samples of plan().
-        budget_s: seconds that the samples of one kernel may take on a CPU.
+        budget_s: seconds of host time after which fewer samples (3, on a GPU 20) will do.
     """
 
     timer: str = "graph"

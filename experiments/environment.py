@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 from deft.device_model import DeviceModel, available
 
 REPO_DIR = Path(__file__).resolve().parent.parent
+SMI_PERIOD_S = 10
 # NVML's reasons that mean "slower than asked for"; idle and application clocks are not among them.
 THROTTLE_BITS = {
     0x4: "sw_power_cap",
@@ -96,6 +99,12 @@ def _uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
+@cache
+def _smi_lately(device: torch.device, period: int) -> list[str] | None:
+    """Clock and reasons by nvidia-smi, whose start takes longer than most rows: once a period."""
+    return _smi(device, "clocks.sm", "clocks_throttle_reasons.active")
+
+
 def _smi(device: torch.device, *fields: str) -> list[str] | None:
     query = f"--query-gpu={','.join(fields)}"
     answer = _command("nvidia-smi", f"--id={_uuid(device)}", query, "--format=csv,noheader,nounits")
@@ -114,7 +123,7 @@ def clock_columns(device: torch.device) -> dict[str, Any]:
         clock: Any = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
         reasons: Any = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     except Exception:  # no package, no permission, no such counter: ask the command line tool
-        answer = _smi(device, "clocks.sm", "clocks_throttle_reasons.active")
+        answer = _smi_lately(device, int(time.monotonic() / SMI_PERIOD_S))
         if not answer or len(answer) < 2 or not answer[0].isdigit():
             return {}
         clock, reasons = answer[0], int(answer[1], 16)

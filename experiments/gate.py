@@ -2,9 +2,10 @@
 
 Layer 0 of the pool holds the K and V that are timed; its output is compared with the fp64 oracle,
 row by row. Layer 1 is a census: with q = 0 every visible token weighs the same, and V is one-hot
-(token t points at dimension t mod head_dim), so the output times the number of visible tokens counts
-them. One token lost, doubled or read by mistake is off by one in its dimension, where a comparison of
-random values is blind. Every slot that the tree does not own holds NaN, and outputs start as NaN.
+(token t points at dimension t mod head_dim), so the output times the number of visible tokens
+counts them. One token lost, doubled or read by mistake is off by one in its dimension, where a
+comparison of random values is blind. Every slot that the tree does not own holds NaN, and outputs
+start as NaN.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Replays of recorded decoding runs: which tree a recorded run attends over at each step.
 
 The data is read from `../shared/workloads` beside the repository (or TREE_BENCH_SHARED) and is no
-part of it. Known defects of the speculative recordings: the file of size 10 carries a 31-node tree,
-all records of a file hold the same accepted lengths, and these were recorded with the 256-node tree,
-so a small tree clamps them to its depth + 1.
+part of it. Known defects of the speculative recordings: the file of size 10 carries a 31-node
+tree, all records of a file hold the same accepted lengths, and these were recorded with the
+256-node tree, so a small tree clamps them to its depth + 1.
 """
 
 from __future__ import annotations

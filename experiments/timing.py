@@ -70,11 +70,15 @@ def _flush_buffer(device: torch.device) -> torch.Tensor:
     return torch.empty(max(4 * l2_bytes, MIN_FLUSH_BYTES), dtype=torch.int8, device=device)
 
 
-def _capture(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+def _captured(run: Callable[[], Any]) -> tuple[Callable[[], Any] | None, str]:
+    """(replay, "") of run() as a CUDA graph, or (None, why it cannot be captured)."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        return None, str(error).splitlines()[0]
+    return graph.replay, ""
 
 
 def _event() -> torch.cuda.Event:
@@ -95,25 +99,27 @@ def time_gpu(
         before_samples: called once between warm-up (and capture) and the first sample.
 
     Raises:
-        RuntimeError: what run() or its capture raised.
+        RuntimeError: what run() raised.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    use_graph = timing.timer == "graph" and capturable
-    note = (
-        "timed eager: it cannot be captured" if timing.timer == "graph" and not capturable else ""
-    )
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(max(timing.warmup, 1)):
             run()
         stream.synchronize()
-        call = _capture(run).replay if use_graph else run
+        replay, why = None, "the kernel says so"
+        if timing.timer == "graph" and capturable:
+            replay, why = _captured(run)
+        call = replay or run
         before_samples()
         flush = _flush_buffer(device) if timing.cold_l2 else None
-        events = []
+        events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        begin = time.perf_counter()
         # The first replay uploads the graph: it is not a sample.
-        for _ in range(max(timing.repeats, MIN_GPU_SAMPLES) + 1):
+        while len(events) <= MIN_GPU_SAMPLES or (
+            len(events) <= timing.repeats and time.perf_counter() - begin < timing.budget_s
+        ):
             start, end = _event(), _event()
             if flush is not None:
                 flush.zero_()
@@ -123,7 +129,9 @@ def time_gpu(
             events.append((start, end))
         stream.synchronize()
     samples = [start.elapsed_time(end) * 1e3 for start, end in events[1:]]
-    return Samples(samples, "graph" if use_graph else "eager", timing.cold_l2, note)
+    is_marked = timing.timer == "graph" and replay is None
+    note = f"timed eager, not captured: {why}" if is_marked else ""
+    return Samples(samples, "graph" if replay else "eager", timing.cold_l2, note)
 
 
 def time_cpu(run: Callable[[], Any], timing: TimingConfig) -> Samples:

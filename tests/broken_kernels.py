@@ -72,6 +72,17 @@ class Raises(TreeAttention):
         raise errors[self.kind](f"{self.kind} on purpose\nsecond line")
 
 
+class LosesTheDevice(TreeAttention):
+    """Makes a device-side assertion fail, after which CUDA answers no call of this process."""
+
+    def run(self, q: Tensor, layer: int = 0, **buffers: Any) -> tuple[Tensor, Tensor | None]:
+        """Index out of bounds on the GPU."""
+        beyond = torch.tensor([10], device=q.device)
+        torch.zeros(4, device=q.device)[beyond]
+        torch.cuda.synchronize()
+        raise AssertionError("the device survived")
+
+
 class Sleeps(TreeAttention):
     """Takes forever in run()."""
 
