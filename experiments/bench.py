@@ -136,9 +136,9 @@ def report(df: pd.DataFrame, job: Job, folder: Path) -> None:
         detail = rows["status_detail"].iloc[0]
         CONSOLE.print(f"  {kernel}: {status} at {len(rows)} points, first: {detail}", style="red")
     if job.settings.walkthrough:
-        from experiments.walkthrough import run_walkthrough, table
+        from experiments import walkthrough
 
-        CONSOLE.print(table(run_walkthrough(folder / "walkthrough")))
+        CONSOLE.print(walkthrough.table(walkthrough.run_walkthrough(folder / "walkthrough")))
         CONSOLE.print(f"walkthrough: {folder / 'walkthrough'}/")
     if job.settings.figures:
         from experiments.figures import make_figures

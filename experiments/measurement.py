@@ -51,12 +51,13 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise KernelTimeout(f"took longer than kernel_timeout_s={seconds:g}")
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    other_timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *other_timer)
 
 
 def counted_columns(
