@@ -46,7 +46,8 @@ class BoundPlan:
         self.launches = plan.launches
         self.num_merge_queries = len(plan.merge_queries)
         # Tile classes of one phase run side by side; see kernels/partial.py.
-        self.side_stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+        on_gpu = cache.device.type == "cuda"
+        self.side_stream = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.most_slots = int(np.diff(plan.merge_indptr).max(initial=0))
         shape, rows = plan.shape, max(plan.num_partials, 1) * plan.shape.num_qo_heads
         self.partial_o = torch.empty(
@@ -141,7 +142,7 @@ class BoundPlan:
             offsets[name] = size
             size += -(-table.size // 4) * 4  # 16-byte aligned, in int32 units
         pinned = device.type == "cuda"
-        host = torch.zeros(max(size, 4), dtype=torch.int32, pin_memory=pinned)
+        host = torch.empty(max(size, 4), dtype=torch.int32, pin_memory=pinned)
         view = host.numpy()
         for name, table in tables.items():
             view[offsets[name] : offsets[name] + table.size] = table.reshape(-1)
@@ -153,8 +154,8 @@ class BoundPlan:
         # Token tables live in buffers with room for growth, so that advance() never moves them.
         capacity = int(self._roomy_start[-1])
         words = plan.num_mask_words
-        slots = torch.zeros(capacity, dtype=torch.int32, device=device)
-        masks = torch.zeros(capacity * words, dtype=torch.int64, device=device)
+        slots = torch.empty(capacity, dtype=torch.int32, device=device)
+        masks = torch.empty(capacity * words, dtype=torch.int64, device=device)
         slots[: self.token_slot.numel()].copy_(self.token_slot)
         masks[: self.token_mask.numel() // 2].copy_(self.token_mask.view(torch.int64))
         self.token_slot, self.token_mask = slots, masks

@@ -23,7 +23,7 @@ def changed(array, index, value):
 
 @pytest.fixture
 def plan():
-    return plan_tree(ODD, SHAPE, "flatten", block_kv=64)
+    return plan_tree(ODD, SHAPE, "flatten", block_kv=64, tile={"block_m": 16, "block_n": 32})
 
 
 def test_a_lost_token_in_a_pure_chunk(plan):
@@ -103,10 +103,11 @@ def test_an_open_run_that_is_not_marked_open():
         bad.validate()
 
 
-def test_an_item_over_its_tile(plan):
-    small = tuple(replace(tile, block_m=16) for tile in plan.tiles)
+def test_an_item_over_its_tile():
+    wide = plan_tree(layered([1, 40], [3, 3]), SHAPE, "node")
+    small = tuple(replace(tile, block_m=16) for tile in wide.tiles)
     with pytest.raises(ValueError, match="more queries than its tile"):
-        replace(plan_tree(layered([1, 40], [3, 3]), SHAPE, "node"), tiles=small).validate()
+        replace(wide, tiles=small).validate()
 
 
 def test_validation_against_another_tree(plan):
@@ -124,7 +125,7 @@ def test_io_terms_of_a_plan_counted_by_hand():
     assert io.q == (2 + 1 + 1) * 4 * row  # the root's item and the two leaves' items
     assert io.out == 2 * 4 * row
     slots = 4  # two partials for each of two queries
-    assert io.partial == 2 * slots * 4 * (64 * 4 + 4)
+    assert io.partial == 2 * slots * 4 * (64 * 2 + 4)
     assert io.mask == io.logits == 0
     metadata = 3 * 32 + 4 * 8 + (2 + 1 + 1) * 8
     assert io.index == 2 * metadata + 2 * 2 * 12

@@ -1,10 +1,10 @@
 """Stage 2: join the partial results of each query, in slot order (root to leaf).
 
-o = sum_s w_s o_s / sum_s w_s with w_s = 2 ** (lse_s - max lse). Slots are taken BLOCK_S at a time, all
-loads of a tile in flight together, since a chain of one-slot turns was most of the time of a plan with
-many splits (docs/kernel_log.md, entry 2). The order of the sum is fixed, so the result is the same
-bits on every run. No slots, or only empty ones: o = 0 and lse = -inf. One non-empty slot among empty
-ones passes through unchanged (its weight is exactly 1).
+o = sum_s w_s o_s / sum_s w_s with w_s = 2 ** (lse_s - max lse). Slots are taken BLOCK_S at a time,
+all loads of a tile in flight together, since a chain of one-slot turns was most of the time of a
+plan with many splits (docs/kernel_log.md, entry 2). The order of the sum is fixed, so the result
+is the same bits on every run. No slots, or only empty ones: o = 0 and lse = -inf. One non-empty
+slot among empty ones passes through unchanged (its weight is exactly 1).
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Sweep planners x tile classes x KV blocks over the layered suite on one GPU; correct first, then timed.
+"""Sweep planners x tile classes x KV blocks over the layered suite on one GPU; correct first, then
+timed.
 
-    python scripts/device/tune_tiles.py --cases PEERS_CSV --out DIR [--planners flatten node_chunk ...]
+    python scripts/device/tune_tiles.py --cases PEERS_CSV --out DIR [--planners flatten node_chunk
+    ...]
 
-PEERS_CSV names the trees (columns nodes, tokens, num_qo_heads, num_kv_heads). Each variant is compared
-with the fp64 oracle (row RMS) and timed as CUDA-graph replays with a cold L2. The sweep chose the
-defaults in deft/planners/tiles.py; docs/kernel_log.md says what it showed.
+PEERS_CSV names the trees (columns nodes, tokens, num_qo_heads, num_kv_heads). Each variant is
+compared with the fp64 oracle (row RMS) and timed as CUDA-graph replays with a cold L2. The sweep
+chose the defaults in deft/planners/tiles.py; docs/kernel_log.md says what it showed.
 """
 
 from __future__ import annotations
@@ -93,9 +95,8 @@ def main() -> None:
         cases = list(csv.DictReader(file))
     sink = open(Path(args.out) / args.file, "w")  # noqa: SIM115
     writer = csv.writer(sink)
-    writer.writerow(
-        "nodes tokens heads planner option tiles partial us error items turns plan_ms".split()
-    )
+    columns = "nodes,tokens,heads,planner,option,tiles,partial,us,error,items,turns,plan_ms"
+    writer.writerow(columns.split(","))
     for case in cases:
         shape = HeadShape(int(case["num_qo_heads"]), int(case["num_kv_heads"]), 128)
         tree = layered(*([int(x) for x in case[key].split("-")] for key in ("nodes", "tokens")))
