@@ -4,9 +4,7 @@ our executors; tree_attention(), one call from tensors to output.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -15,12 +13,15 @@ from torch import Tensor
 from deft.bound_plan import BoundPlan
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
+from deft.kernel_protocol import AttentionKernel, triton_unsupported, under_interpreter
 from deft.kv_cache import PagedKVCache
 from deft.plan import Plan
 from deft.planners import check_options, plan_tree
-from deft.shape import HeadShape, dtype_name, torch_dtype
+from deft.shape import HeadShape, dtype_name
+from deft.tensor_checks import check_run, check_sm_scale, check_tensor
 from deft.tree import DecodeTree
 
+__all__ = ["AttentionKernel", "TreeAttention", "tree_attention"]
 BACKENDS = ("auto", "torch", "triton")
 _OUT_OF_SCOPE = {
     "logits_soft_cap": "logits soft-cap",
@@ -30,60 +31,6 @@ _OUT_OF_SCOPE = {
     "k_scale": "fp8 caches",
     "v_scale": "fp8 caches",
 }
-
-
-@runtime_checkable
-class AttentionKernel(Protocol):
-    """A kernel of the benchmark: one Python file with such a class, and one conf/kernel/NAME.yaml.
-
-    After plan() a kernel also tells, as attributes: path (which code really runs), kv_layout
-    ("shared", "page_1_view" or "own_copy"), layout_us and layout_bytes (the cost of an own copy),
-    plan_upload_bytes, workspace_bytes, and capturable (run() may be recorded in a CUDA graph).
-    """
-
-    name: str
-
-    def unsupported(
-        self, shape: HeadShape, tree: DecodeTree, page_size: int, device: torch.device | str
-    ) -> str | None:
-        """Why this kernel cannot run here, in one line; None when it can."""
-
-    def io(self, tree: DecodeTree, shape: HeadShape, page_size: int) -> IOBytes:
-        """Counted IO of one run(); needs no library, GPU or pool."""
-
-    def plan(self, tree: DecodeTree, cache: PagedKVCache) -> None:
-        """Everything done once a decoding step, on the host or the device."""
-
-    def run(
-        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer: (o, lse); no host synchronisation, static buffers."""
-
-
-def under_interpreter() -> bool:
-    """True when Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
-def triton_unsupported(shape: HeadShape, device: torch.device | str) -> str | None:
-    """Why our Triton kernels cannot run for a shape on a device; None when they can."""
-    on_gpu = torch.device(device).type == "cuda"
-    if shape.dtype == "float64":
-        return (
-            "our Triton kernels take float16, bfloat16 and float32; use backend=torch for float64"
-        )
-    if not on_gpu and not under_interpreter():
-        return (
-            "Triton on CPU tensors runs only in its interpreter: set TRITON_INTERPRET=1 before "
-            "Python starts, or use backend=torch"
-        )
-    if under_interpreter() and shape.dtype == "bfloat16":
-        return "Triton's interpreter computes bfloat16 wrongly; use float16, or backend=torch"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return 'the triton package is missing: pip install "triton>=3.6", or use backend=torch'
-    return None
 
 
 class TreeAttention:
@@ -123,7 +70,7 @@ class TreeAttention:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
         check_options(planner, planner_options)
-        _check_sm_scale(sm_scale)
+        check_sm_scale(sm_scale)
         if headroom < 0:
             raise ValueError(f"headroom must be >= 0, got {headroom}")
         self.planner, self.backend, self.sm_scale = planner, backend, sm_scale
@@ -233,7 +180,7 @@ class TreeAttention:
             if self._out is None or (self._out.shape, self._out.dtype) != (q.shape, q.dtype):
                 self._out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             out = self._out
-        _check_run(bound, q, layer, out, lse)
+        check_run(bound, q, layer, out, lse)
         scale = bound.plan.shape.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
         if self._backend == "torch":
             from deft.executor import run_torch
@@ -269,37 +216,6 @@ class TreeAttention:
     def workspace_bytes(self) -> int:
         """Bytes of the partial outputs and LSEs."""
         return self.bound.plan.workspace_bytes
-
-
-def _check_sm_scale(sm_scale: float | None) -> None:
-    if sm_scale is not None and not 0.0 < sm_scale < float("inf"):
-        raise ValueError(f"sm_scale must be a positive number or None, got {sm_scale!r}")
-
-
-def _check_tensor(name: str, x: Any, want: Sequence[int], dtype: Any, device: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    if tuple(x.shape) != tuple(want):
-        raise ValueError(f"{name} must have shape {list(want)}, got {list(x.shape)}")
-    if x.dtype != dtype or x.device != device:
-        raise ValueError(f"{name} must be {dtype} on {device}, got {x.dtype} on {x.device}")
-
-
-def _check_run(bound: BoundPlan, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None:
-    shape, cache = bound.plan.shape, bound.cache
-    want = (bound.plan.tree.num_qo, shape.num_qo_heads, shape.head_dim)
-    dtype = torch_dtype(cache.shape.dtype)
-    _check_tensor("q", q, want, dtype, cache.device)
-    _check_tensor("out", out, want, dtype, cache.device)
-    for name, x in (("q", q), ("out", out)):
-        if x.numel() and x.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in head_dim, got strides {x.stride()}")
-    if lse is not None:
-        _check_tensor("lse", lse, want[:2], torch.float32, cache.device)
-        if not lse.is_contiguous():
-            raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
-    if not 0 <= layer < len(cache.k_cache):
-        raise ValueError(f"layer must be in 0..{len(cache.k_cache) - 1}, got {layer}")
 
 
 def tree_attention(
@@ -341,9 +257,9 @@ def tree_attention(
     if not isinstance(tree, DecodeTree):
         raise ValueError(f"tree must be a DecodeTree, got {type(tree).__name__}")
     shape = HeadShape(q.shape[1], k.shape[1], q.shape[2], dtype_name(q.dtype))
-    _check_tensor("q", q, (tree.num_qo, q.shape[1], q.shape[2]), q.dtype, q.device)
+    check_tensor("q", q, (tree.num_qo, q.shape[1], q.shape[2]), q.dtype, q.device)
     for name, x in (("k", k), ("v", v)):
-        _check_tensor(name, x, (tree.num_tokens, k.shape[1], q.shape[2]), q.dtype, q.device)
+        check_tensor(name, x, (tree.num_tokens, k.shape[1], q.shape[2]), q.dtype, q.device)
     kernel = TreeAttention(strategy, backend=backend, sm_scale=sm_scale, **options)
     reason = kernel.unsupported(shape, tree, 1, q.device)
     if reason:

@@ -1,7 +1,7 @@
 """DeviceModel: the ceilings of one GPU, the floor no kernel can beat, and a predicted latency.
 
-A device model is a JSON file of eight figures, each with its source, because a floor is only as good
-as the bandwidth under it:
+A device model is a JSON file of eight figures, each with its source, because a floor is only as
+good as the bandwidth under it:
 
     measured   read off such a GPU by a benchmark or by its driver
     datasheet  the vendor's figure, which kernels do not reach
@@ -143,7 +143,7 @@ def available() -> list[str]:
 def floor_us(tree: DecodeTree, shape: HeadShape, device: DeviceModel) -> float:
     """Lower bound of one layer's latency: every byte once, every useful FLOP once, one launch.
 
-    max((K and V of the attended tokens + q + o) / hbm_gb_s, useful FLOPs / matmul_tflop_s) + launch_us,
+    max((K and V of attended tokens + q + o) / hbm_gb_s, useful FLOPs / matmul_tflop_s) + launch_us,
     in microseconds. No strategy enters: two kernels of one point have the same floor.
     """
     moved = tree.attended_tokens * shape.kv_token_bytes + 2 * tree.num_qo * shape.q_token_bytes

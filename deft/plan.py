@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from deft.io_model import IOBytes
 from deft.shape import DTYPE_BYTES, HeadShape, TileConfig
-from deft.tree import DecodeTree, IntArray, LongArray, segment_arange
+from deft.tree import DecodeTree, IntArray, LongArray
 
 if TYPE_CHECKING:
     from deft.bound_plan import BoundPlan
@@ -203,95 +203,9 @@ class Plan:
             ValueError: the first pair that is lost, doubled or not visible; a cut item that does
                 not fit its tile; a destination that two items share.
         """
-        tree = self.tree if tree is None else tree
-        self._validate_tiles()
-        query, node, start, end, is_open = self._covered_intervals()
-        want_query, want_node, want_len = _visible_intervals(tree)
-        key = query.astype(np.int64) * tree.num_nodes + node
-        want_key = want_query.astype(np.int64) * tree.num_nodes + want_node
-        order = np.lexsort((start, key))
-        key, start, end, is_open = key[order], start[order], end[order], is_open[order]
-        self._compare_keys(tree, key, want_key)
-        visible = want_len[np.searchsorted(want_key, key)]
-        is_first = np.r_[True, key[1:] != key[:-1]] if len(key) else np.zeros(0, bool)
-        is_last = np.r_[is_first[1:], True] if len(key) else is_first
-        follows = np.r_[0, end[:-1]] if len(key) else start
-        bad = np.where(is_first, start != 0, start != follows) | (is_last & (end != visible))
-        # Open runs of a node must be the last piece of every query that sees the node's end.
-        bad |= is_open & ~is_last
-        grows = np.isin(
-            key % max(tree.num_nodes, 1), np.unique(key[is_open] % max(tree.num_nodes, 1))
-        )
-        bad |= is_last & grows & ~is_open
-        if bad.any():
-            at = int(np.flatnonzero(bad)[0])
-            raise ValueError(
-                f"plan {self.strategy!r}: query {key[at] // tree.num_nodes} reads tokens "
-                f"[{start[at]}, {end[at]}) of node {key[at] % tree.num_nodes}, which leaves a gap, "
-                f"an overlap or an end other than {visible[at]} (open run: {bool(is_open[at])})"
-            )
-        self._validate_destinations(tree)
+        from deft.plan_proof import prove
 
-    def _compare_keys(self, tree: DecodeTree, key: LongArray, want_key: LongArray) -> None:
-        for extra, what in (
-            (np.setdiff1d(key, want_key), "reads node {1}, which query {0} does not see"),
-            (np.setdiff1d(want_key, key), "never reads node {1} for query {0}"),
-        ):
-            if len(extra):
-                pair = divmod(int(extra[0]), tree.num_nodes)
-                raise ValueError(f"plan {self.strategy!r} " + what.format(*pair))
-
-    def _validate_tiles(self) -> None:
-        most = np.array([t.queries_per_item(self.shape.group_size) for t in self.tiles])
-        over = np.flatnonzero(np.diff(self.item_query_indptr) > most[self.item_tile])
-        if len(over):
-            raise ValueError(
-                f"plan {self.strategy!r}: item {over[0]} holds more queries than its tile allows"
-            )
-        block_n = np.array([t.block_n for t in self.tiles])
-        item = np.repeat(np.arange(self.num_items), np.diff(self.chunk_indptr))
-        bad = (self.chunk_len < 1) | (self.chunk_len > block_n[self.item_tile[item]])
-        if bad.any():
-            raise ValueError(
-                f"plan {self.strategy!r}: chunk {np.flatnonzero(bad)[0]} has a bad length"
-            )
-
-    def _validate_destinations(self, tree: DecodeTree) -> None:
-        dest, query = self.item_dest, self.item_query
-        slots = np.sort(dest[dest != FINAL])
-        if not np.array_equal(slots, np.arange(self.num_partials)):
-            raise ValueError(
-                f"plan {self.strategy!r}: partial slots are not used exactly once each"
-            )
-        partial = dest != FINAL
-        owner = np.searchsorted(self.merge_indptr, dest[partial], side="right") - 1
-        final = np.bincount(query[~partial], minlength=tree.num_qo)
-        counts = np.bincount(query, minlength=tree.num_qo)
-        if not np.array_equal(owner, query[partial]) or ((final > 0) & (counts != 1)).any():
-            raise ValueError(f"plan {self.strategy!r}: a destination belongs to another query")
-
-    def _covered_intervals(self) -> tuple[IntArray, IntArray, LongArray, LongArray, Any]:
-        """(query, node, start, end, open) of every chunk and mixed piece, expanded by its mask
-        bits."""
-        run_item = np.repeat(np.arange(self.num_items), np.diff(self.item_run_indptr))
-        run = np.r_[self.chunk_run, self.mixed_run]
-        start = np.r_[self.chunk_start, self.mixed_start].astype(np.int64)
-        end = start + np.r_[self.chunk_len, self.mixed_len]
-        is_pure = np.arange(len(run)) < len(self.chunk_run)
-        count = np.diff(self.item_query_indptr)[run_item[run]]
-        piece = np.repeat(np.arange(len(run)), count)
-        local = segment_arange(count)
-        item = run_item[run[piece]]
-        bit = (
-            self.run_mask[run[piece], local // 64] >> (local % 64).astype(np.uint64)
-        ) & np.uint64(1)
-        keep = (bit == 1) | is_pure[
-            piece
-        ]  # a pure chunk applies no mask, whatever the run's bits say
-        piece, local, item = piece[keep], local[keep], item[keep]
-        query = self.item_query[self.item_query_indptr[item] + local]
-        ends_run = self.run_open[run] & (end == self.run_end[run])
-        return query, self.run_node[run[piece]], start[piece], end[piece], ends_run[piece]
+        prove(self, self.tree if tree is None else tree)
 
     # ---- binding -----------------------------------------------------------------------------
     def bind(
@@ -310,16 +224,3 @@ class Plan:
         from deft.bound_plan import BoundPlan
 
         return BoundPlan(self, cache, nodes, headroom)
-
-
-def _visible_intervals(tree: DecodeTree) -> tuple[IntArray, IntArray, LongArray]:
-    """(query, node, visible tokens) of every non-empty pair, sorted by query and node."""
-    indptr, node = tree.path
-    query = np.repeat(np.arange(tree.num_qo, dtype=np.int32), np.diff(indptr))
-    length = tree.node_len[node].astype(np.int64)
-    if tree.query_len is not None:
-        length[indptr[1:] - 1] = tree.query_len
-    keep = length > 0
-    query, node, length = query[keep], node[keep], length[keep]
-    order = np.lexsort((node, query))
-    return query[order], node[order], length[order]

@@ -2,7 +2,7 @@
 
     python scripts/plan_time.py [--repeats 15]
 
-Columns: plan (tree to Plan), validate, io, bind (slots, tables, upload to the CPU), in milliseconds:
+Columns: plan (tree to Plan), validate, io, bind (slots, tables, upload to the CPU) in ms:
 medians after a warm-up, on a fresh tree each time, so nothing that a tree caches is reused.
 """
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from deft.io_model import IOBytes
 from deft.shape import HeadShape
 from deft.tree import DecodeTree
 
-PEERS = Path(__file__).parents[2] / "shared" / "reference" / "peers_h200.csv"
+SHARED = os.environ.get("TREE_BENCH_SHARED") or Path(__file__).parents[2] / "shared"
+PEERS = Path(SHARED) / "reference" / "peers_h200.csv"
 
 
 def layered(nodes: list[int], tokens: list[int]) -> DecodeTree:
-    """Child j of a level of n hangs under node floor(j * m / n) of the m above; a query per
-    leaf."""
+    """Child j of a level of n hangs under node j * m // n of the m above; a query per leaf."""
     first = np.cumsum([0, *nodes])
     parent = [np.full(nodes[0], -1)]
     for level in range(1, len(nodes)):
@@ -107,7 +108,11 @@ def test_a_users_own_file_loads_and_missing_ones_are_named(tmp_path: Path) -> No
     path.write_text(json.dumps(data))
     assert DeviceModel.load(path).hbm_gb_s == 1555
     path.write_text("{")
-    with pytest.raises(ValueError, match="not a readable device model"):
+    with pytest.raises(ValueError, match="not a readable device model") as caught:
+        DeviceModel.load(path)
+    assert "\n" not in str(caught.value)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="want a JSON object, got list"):
         DeviceModel.load(path)
     with pytest.raises(
         ValueError, match=r"no device model 'b300'; want one of \['a100', 'h100', 'h200'\]"

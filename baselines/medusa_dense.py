@@ -1,0 +1,252 @@
+"""medusa_dense: the whole tree for every query, under a dense ancestor mask, through torch's SDPA.
+
+What Medusa and most tree-speculation code do: K and V of the whole tree lie in one tensor, and an
+additive mask [num_qo, num_tokens] holds 0 where a query descends from a token's node and -inf where
+it does not. SDPA needs contiguous K and V: where the pool's slots of the tree are consecutive they
+are used in place, else plan() copies every layer (`own_copy`, counted in layout_bytes).
+
+On CUDA the memory-efficient backend is pinned: with a mask, torch's FlashAttention is out, and the
+math backend would spill the logits. It knows no GQA, so K and V are expanded over the group with
+stride 0: no copy, but each *query* head streams the whole tree. io() counts that kernel (torch
+2.11, CUTLASS fmha): one thread block per query head and 64 queries (32 for head_dim > 128) reads
+all of K and V once, and one mask row per query and query head; with a group the output, which comes
+head by head, is copied once more. backend="cudnn" pins cuDNN, whose blocks hold 128 queries.
+
+A dense mask gives invisible V a weight of 0: a NaN anywhere in the tree reaches every query.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from baselines.call_checks import check_call, memory_reason, tree_slots
+from deft.device_model import DeviceModel, predict_us
+from deft.io_model import IOBytes
+from deft.kv_cache import PagedKVCache
+from deft.shape import HeadShape, torch_dtype
+from deft.tree import DecodeTree
+
+BACKENDS = {
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+_MASK_ALIGNMENT = 16  # elements: an unaligned mask would be padded, that is copied, in every run
+_BLOCK_N = 64
+
+
+class MedusaDenseAttention:
+    """Dense attention over the whole tree with an ancestor mask.
+
+    Args:
+        name: kernel id in the result rows.
+        backend: "efficient" or "cudnn", the SDPA backend used on CUDA; the CPU has its own.
+        sm_scale: multiplies q . k; default head_dim ** -0.5.
+
+    Raises:
+        ValueError: another backend.
+    """
+
+    path = ""
+    kv_layout = "shared"
+    layout_us = 0.0
+    layout_bytes = 0
+    plan_upload_bytes = 0
+    workspace_bytes = 0
+    capturable = False
+
+    def __init__(
+        self, name: str = "medusa_dense", backend: str = "efficient", sm_scale: float | None = None
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")
+        self.name, self.backend, self.sm_scale = name, backend, sm_scale
+        self._cache: PagedKVCache | None = None
+
+    def unsupported(
+        self, shape: HeadShape, tree: DecodeTree, page_size: int, device: torch.device | str
+    ) -> str | None:
+        """A reason when the mask is too large, or the CUDA backend does not take the shape."""
+        if torch.device(device).type == "cuda":
+            elements = 16 // shape.dtype_bytes
+            if shape.dtype == "float64":
+                return "SDPA with a mask takes float16, bfloat16 and float32 on CUDA, not float64"
+            if shape.head_dim % elements:
+                return f"SDPA with a mask needs head_dim in multiples of {elements} on CUDA"
+            if self.backend == "cudnn" and shape.dtype == "float32":
+                return "cuDNN attention takes float16 and bfloat16; use backend=efficient"
+        return memory_reason("the ancestor mask", _mask_bytes(tree, shape))
+
+    def io(self, tree: DecodeTree, shape: HeadShape, page_size: int) -> IOBytes:
+        """Counted IO of one run() on CUDA; the own copy of plan() is layout_bytes, not this."""
+        blocks = -(-tree.num_qo // self._block_m(shape)) * shape.num_qo_heads
+        token_head_bytes = 2 * shape.head_dim * shape.dtype_bytes
+        rows_bytes = tree.num_qo * shape.q_token_bytes
+        return IOBytes(
+            kv=blocks * tree.num_tokens * token_head_bytes,
+            kv_unique=tree.num_tokens * shape.kv_token_bytes,
+            q=rows_bytes,
+            q_unique=rows_bytes,
+            out=rows_bytes if shape.group_size == 1 else 3 * rows_bytes,
+            mask=tree.num_qo * tree.num_tokens * shape.num_qo_heads * shape.dtype_bytes,
+        )
+
+    def predict_us(
+        self, tree: DecodeTree, shape: HeadShape, page_size: int, device_model: DeviceModel
+    ) -> float:
+        """Modelled latency: counted bytes, padded and masked FLOPs, the launches of one run()."""
+        block_m = self._block_m(shape)
+        blocks = -(-tree.num_qo // block_m) * shape.num_qo_heads
+        tokens = -(-tree.num_tokens // _BLOCK_N) * _BLOCK_N
+        flops = 4 * shape.head_dim * blocks * block_m * tokens
+        io = self.io(tree, shape, page_size)
+        launches = 1 + (shape.group_size > 1)
+        return predict_us(io, flops, device_model, blocks, launches)
+
+    def _block_m(self, shape: HeadShape) -> int:
+        if self.backend == "cudnn":
+            return 128
+        return 64 if shape.head_dim <= 128 else 32
+
+    # ---- once a step -------------------------------------------------------------------------
+    def plan(
+        self, tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """Build the mask; find K and V in the pool, or copy them out of it.
+
+        Args:
+            nodes: cache handle of each tree node; default 0..num_nodes-1.
+
+        Raises:
+            ValueError: the cache does not hold the tree, or unsupported() has a reason.
+        """
+        shape, device = cache.shape, cache.device
+        reason = self.unsupported(shape, tree, cache.page_size, device)
+        if reason:
+            raise ValueError(reason)
+        slots = tree_slots(tree, cache, nodes)
+        self._lay_out(cache, slots)
+        self._build_mask(tree, shape, device)
+        self._out = torch.empty(
+            (tree.num_qo, shape.num_qo_heads, shape.head_dim),
+            dtype=torch_dtype(shape.dtype),
+            device=device,
+        )
+        self.workspace_bytes = _mask_bytes(tree, shape)
+        on_gpu = device.type == "cuda"
+        # The CPU's fused kernel is the one named FLASH_ATTENTION; it takes a mask.
+        self._backend = BACKENDS[self.backend] if on_gpu else SDPBackend.FLASH_ATTENTION
+        self.path = f"torch sdpa {self.backend}" if on_gpu else "torch sdpa cpu"
+        self.capturable = on_gpu
+        self._tree, self._cache = tree, cache
+
+    def _lay_out(self, cache: PagedKVCache, slots: npt.NDArray[np.int64]) -> None:
+        shape = cache.shape
+        pools = [*cache.k_cache, *cache.v_cache]
+        flat = [pool.view(-1, shape.num_kv_heads, shape.head_dim) for pool in pools]
+        first = int(slots[0]) if len(slots) else 0
+        if np.array_equal(slots, first + np.arange(len(slots))):
+            kv = [pool.narrow(0, first, len(slots)) for pool in flat]
+            self.kv_layout, self.layout_us, self.layout_bytes = "shared", 0.0, 0
+            self.plan_upload_bytes = 0
+        else:
+            _synchronize(cache.device)
+            begin = time.perf_counter()
+            where = torch.from_numpy(slots).to(cache.device)
+            kv = [pool.index_select(0, where) for pool in flat]
+            _synchronize(cache.device)
+            self.layout_us = (time.perf_counter() - begin) * 1e6
+            self.kv_layout = "own_copy"
+            self.layout_bytes = 2 * len(slots) * shape.kv_token_bytes * len(cache.k_cache)
+            self.plan_upload_bytes = where.numel() * where.element_size()
+        # [group, num_kv_heads, num_tokens, head_dim], the group with stride 0.
+        views = [x.transpose(0, 1).expand(shape.group_size, -1, -1, -1) for x in kv]
+        self._k, self._v = views[: len(cache.k_cache)], views[len(cache.k_cache) :]
+
+    def _build_mask(self, tree: DecodeTree, shape: HeadShape, device: torch.device) -> None:
+        """Additive mask [group, num_kv_heads, num_qo, num_tokens], heads with stride 0."""
+        indptr, path = tree.path
+        sees = np.zeros((tree.num_qo, tree.num_nodes), bool)
+        sees[np.repeat(np.arange(tree.num_qo), np.diff(indptr)), path] = True
+        node = np.repeat(np.arange(tree.num_nodes, dtype=np.int32), tree.node_len)
+        uploads = [torch.from_numpy(x).to(device) for x in (sees, node)]
+        seen_nodes, token_node = uploads
+        visible = seen_nodes.index_select(1, token_node)
+        if tree.query_len is not None:
+            offset = np.arange(tree.num_tokens) - tree.node_start[node]
+            own = np.stack([tree.query_node, tree.query_len])[:, :, None]
+            arrays = (offset.astype(np.int32), own)
+            uploads += [torch.from_numpy(x).to(device) for x in arrays]
+            token_offset, (own_node, own_len) = uploads[-2:]
+            visible &= (token_node != own_node) | (token_offset < own_len)
+        width = _mask_width(tree)
+        dtype = torch_dtype(shape.dtype)
+        mask = torch.zeros((tree.num_qo, width), dtype=dtype, device=device)[:, : tree.num_tokens]
+        mask.masked_fill_(visible.logical_not_(), -torch.inf)
+        self._mask = mask.expand(shape.group_size, shape.num_kv_heads, -1, -1)
+        blind = np.flatnonzero(tree.query_kv_len == 0)
+        self._blind = torch.from_numpy(blind).to(device)
+        self.plan_upload_bytes += sum(x.numel() * x.element_size() for x in uploads)
+
+    # ---- once a layer ------------------------------------------------------------------------
+    def run(
+        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer.
+
+        Args:
+            q: [num_qo, num_qo_heads, head_dim], contiguous, the cache's dtype and device.
+            layer: layer of the cache.
+            out: buffer like q to write; default: one kept buffer, rewritten by each run.
+            lse: left alone; SDPA returns no LSE.
+
+        Returns:
+            (out, None); a query that sees nothing gets o = 0.
+
+        Raises:
+            ValueError: run() before plan(), or a tensor that does not fit the plan.
+        """
+        cache = self._cache
+        if cache is None:
+            raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
+        check_call(q, layer, self._tree, cache, out, lse)
+        shape, tree = cache.shape, self._tree
+        target = self._out if out is None else out
+        if not tree.num_tokens or not tree.num_qo:
+            return target.zero_(), None
+        grouped = (tree.num_qo, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        with sdpa_kernel(self._backend):
+            heads_first = scaled_dot_product_attention(
+                q.view(grouped).permute(2, 1, 0, 3),
+                self._k[layer],
+                self._v[layer],
+                attn_mask=self._mask,
+                scale=self.sm_scale,
+            )
+        o = heads_first.permute(2, 1, 0, 3)
+        if out is None and shape.group_size == 1 and o.is_contiguous():
+            target = o.view(q.shape)  # rows come out in order already: nothing to copy
+        else:
+            target.view(grouped).copy_(o)
+        if self._blind.numel():
+            target.index_fill_(0, self._blind, 0)
+        return target, None
+
+
+def _mask_width(tree: DecodeTree) -> int:
+    return -(-tree.num_tokens // _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+
+
+def _mask_bytes(tree: DecodeTree, shape: HeadShape) -> int:
+    return tree.num_qo * _mask_width(tree) * shape.dtype_bytes
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,86 @@
+"""The code in README.md and docs/ runs, and the names it mentions exist."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deft import AttentionKernel, DecodeTree, HeadShape
+from deft.planners import PLANNERS
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Fenced blocks of one language in a Markdown file."""
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def executed(path: Path) -> dict[str, Any]:
+    """Names left by running a file's Python blocks in order, but those that start a sweep."""
+    scope: dict[str, Any] = {}
+    for code in blocks(path, "python"):
+        if "bench_tree" not in code:
+            exec(compile(code, str(path), "exec"), scope)
+    return scope
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_python_blocks_run(path: Path) -> None:
+    executed(path)
+
+
+def test_the_kernel_template_satisfies_the_protocol() -> None:
+    kernel = executed(ROOT / "docs" / "kernels.md")["MyKernel"]()
+    assert isinstance(kernel, AttentionKernel)
+    tree, shape = DecodeTree([-1, 0, 0], [3, 2, 1], [1, 2]), HeadShape(4, 2, 8)
+    assert kernel.unsupported(shape, tree, 1, "cpu")
+    assert kernel.io(tree, shape, 1).kv == 9 * shape.kv_token_bytes
+
+
+def test_plan_document_lists_the_planners() -> None:
+    table = (ROOT / "docs" / "plan.md").read_text().partition("## Strategies")[2]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(PLANNERS)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_linked_and_named_files_exist(path: Path) -> None:
+    text = path.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    missing = [link for link in links if not (path.parent / link).exists()]
+    named = re.findall(
+        r"`((?:deft|baselines|experiments|docs|conf|scripts|tests)/[\w./]+\w)`", text
+    )
+    invented = ("my_kernel", "flatten_32", "NAME")  # files that the reader would write
+    missing += [
+        name
+        for name in named
+        if not any(part in name for part in invented) and not (ROOT / name).exists()
+    ]
+    assert not missing, f"{path.name} names files that are not there: {missing}"
+
+
+def test_readme_lists_every_kernel() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Kernels")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert listed == {path.stem for path in (ROOT / "conf" / "kernel").glob("*.yaml")}
+
+
+def table_row(text: str, first_cell: str) -> set[str]:
+    """Words in backticks of the second cell of the table row whose first cell holds a text."""
+    row = next(line for line in text.splitlines() if line.startswith("|") and first_cell in line)
+    return set(re.findall(r"`([\w.]+)`", row.split("|")[2]))
+
+
+def test_readme_names_real_presets_workloads_and_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    for cell, folder in (("+experiment=NAME", "experiment"), ("`workload=NAME`", "workload")):
+        names = table_row(text, cell)
+        known = {path.stem for path in (ROOT / "conf" / folder).glob("*.yaml")}
+        assert names and names <= known, f"not in conf/{folder}: {sorted(names - known)}"
+    for path in DOCS:
+        modules = set(re.findall(r"python -m\s+(experiments\.\w+)", path.read_text()))
+        missing = [m for m in modules if not (ROOT / (m.replace(".", "/") + ".py")).exists()]
+        assert not missing, f"{path.name} names commands that are not there: {missing}"
