@@ -202,7 +202,7 @@ class _GivenTree(Workload):
 
 def bench_tree(
     tree: DecodeTree,
-    kernels: Sequence[str],
+    kernels: str | Sequence[str],
     model: str = "llama3_8b",
     *,
     name: str | None = None,
@@ -211,9 +211,11 @@ def bench_tree(
 ) -> pd.DataFrame:
     """Compare kernels on one tree from Python; nothing is written to disk.
 
+    On a CPU a tree above measure_max_flops or measure_max_tokens is counted, not timed.
+
     Args:
         tree: who attends to what.
-        kernels: kernel ids of conf/kernel/.
+        kernels: kernel ids of conf/kernel/, or one of them.
         model: a name of conf/model/.
         name: workload column of the rows.
         overrides: more command-line overrides, such as "kernel.deft_flatten.block_kv=64".
@@ -228,13 +230,15 @@ def bench_tree(
     """
     if not isinstance(tree, DecodeTree):
         raise ValueError(f"tree must be a DecodeTree, got {type(tree).__name__}")
+    kernels = [kernels] if isinstance(kernels, str) else list(kernels)
     chosen = [f"kernel=[{','.join(kernels)}]", f"model={model}"]
-    given = [f"{key}={value}" for key, value in options.items()]
+    given = [f"{key}={'null' if value is None else value}" for key, value in options.items()]
     composed = compose_job([*chosen, *given, *overrides])
     workload = _GivenTree(tree, name or f"tree_{tree.num_nodes}_{tree.num_qo}_{tree.num_tokens}")
     job = Job(composed.kernels, composed.models, workload, composed.settings, composed.overrides)
     rows: list[dict[str, Any]] = []
-    Sweep(job, new_run_id()).run(lambda row: rows.append(checked_row(row)))
+    call = f"experiments.bench_tree(tree, {kernels}, {model!r}, overrides={[*given, *overrides]})"
+    Sweep(job, new_run_id(), call).run(lambda row: rows.append(checked_row(row)))
     frame: pd.DataFrame = to_table(rows).to_pandas()
     return frame
 

@@ -13,10 +13,12 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from deft.shape import HeadShape
+from experiments.command_line import one_line
 from experiments.workload import Workload
 from experiments.workloads import families, workload_of
 
@@ -219,10 +221,13 @@ def compose_job(overrides: Sequence[str]) -> Job:
     """The job that `python -m experiments.bench <overrides>` would run.
 
     Raises:
-        ConfigError, ValueError, HydraException: as at the command line.
+        ValueError: what the command line would refuse, with the same message.
     """
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        cfg = compose("bench", overrides=list(overrides))
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            cfg = compose("bench", overrides=list(overrides))
+    except HydraException as error:
+        raise ConfigError(one_line(error)) from error
     return job_of(cfg, overrides)
 
 

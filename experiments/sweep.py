@@ -15,7 +15,7 @@ import torch
 from deft.device_model import DeviceModel
 from deft.shape import HeadShape
 from experiments import environment
-from experiments.config import Job, timing_key
+from experiments.config import ConfigError, Job, timing_key
 from experiments.gate import Case, make_case
 from experiments.measurement import (
     StickyCudaError,
@@ -48,14 +48,17 @@ class Sweep:
     Args:
         job: what to run.
         run_id: names the job in its rows.
+        repro_command: what makes the rows again; default: the bench with the job's overrides.
 
     Raises:
         ValueError: an unknown device or device model, or a workload parameter out of range.
     """
 
-    def __init__(self, job: Job, run_id: str) -> None:
+    def __init__(self, job: Job, run_id: str, repro_command: str | None = None) -> None:
         self.job = job
         self.device = environment.pick_device(job.settings.device)
+        if self.device.type == "cuda" and job.timing.timer == "cpu":
+            raise ConfigError("timing=cpu times on the CPU: add device=cpu, or use timing=graph")
         self.device_model = self._pick_device_model()
         self.tasks = list(self._tasks())
         command = ["python", "-m", "experiments.bench", *job.overrides]
@@ -64,7 +67,7 @@ class Sweep:
             **environment.code_columns(),
             **environment.ceiling_columns(self.device_model),
             "overrides": list(job.overrides),
-            "repro_command": shlex.join(command),
+            "repro_command": repro_command or shlex.join(command),
             "seed": job.settings.seed,
             "run_id": run_id,
             "code_hash": code_hash(),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -164,13 +165,25 @@ def test_bench_tree_from_python() -> None:
     assert list(df.columns) == list(COLUMNS)
     assert df["status"].tolist() == ["ok", "ok"]
     assert set(df["num_tokens"]) == {tree.num_tokens}
-    with pytest.raises(ValueError, match="DecodeTree"):
-        bench_tree([1, 2], ["dense"])
+    assert df["repro_command"].str.startswith("experiments.bench_tree(").all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], "dense", "tiny_4_2"), "DecodeTree"),
+        ((topologies.chain([3]), ["dence"], "tiny_4_2"), "did you mean dense?"),
+        ((topologies.chain([3]), "dense", "tiny"), "unknown model"),
+    ],
+)
+def test_bench_tree_refuses_with_a_reason(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_tree(*arguments)
 
 
 def test_bench_tree_takes_a_tree_with_odd_queries() -> None:
     tree = DecodeTree([-1, 0, 0], [9, 0, 4], [2, 0, 2], [3, 9, 4])
-    df = bench_tree(tree, ["deft_flatten", "radix_attention"], model="tiny_4_2", timing="cpu")
+    df = bench_tree(tree, ["deft_flatten", "radix_attention"], "tiny_4_2", device="cpu")
     assert set(df["status"]) == {"ok"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra.errors import HydraException
 
 from experiments import bench
 from experiments.config import CONF_DIR, compose_job, kernel_names
@@ -96,7 +95,7 @@ def test_layered_suite_is_the_published_45_cases() -> None:
     ],
 )
 def test_misspelt_keys_and_choices_are_refused(override: str) -> None:
-    with pytest.raises((HydraException, ValueError)):
+    with pytest.raises(ValueError, match=r"unknown|has no"):
         compose_job([override])
 
 
@@ -129,6 +128,5 @@ def test_schemas_reject_a_misspelt_key_in_a_preset(
     preset = tmp_path / "conf" / "experiment" / "typo.yaml"
     preset.write_text("# @package _global_\nworkload: {promt_len: 3}\n")
     monkeypatch.setattr(config, "CONF_DIR", tmp_path / "conf")
-    with pytest.raises(HydraException) as caught:
+    with pytest.raises(ValueError, match="promt_len"):
         compose_job(["+experiment=typo"])
-    assert "promt_len" in str(caught.value)
