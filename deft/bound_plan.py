@@ -1,9 +1,9 @@
 """BoundPlan: a Plan resolved in a pool, with its tables on the device.
 
-bind finds each node's slots, turns pure chunks whose slots are not consecutive into mixed ones, packs
-every table in one buffer and uploads it once. advance() lets open runs grow without a replan: new
-tokens join the mixed stream of the items that hold the node's open run, in space kept for them, so
-device pointers and grids stay the same and a captured CUDA graph stays valid.
+bind finds each node's slots, turns pure chunks whose slots are not consecutive into mixed ones,
+packs every table in one buffer and uploads it once. advance() lets open runs grow without a
+replan: new tokens join the mixed stream of the items that hold the node's open run, in space kept
+for them, so device pointers and grids stay the same and a captured CUDA graph stays valid.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ class BoundPlan:
         if not np.array_equal(lens, self.plan.tree.node_len):
             bad = int(np.flatnonzero(lens != self.plan.tree.node_len)[0])
             raise ValueError(
-                f"node {bad} holds {lens[bad]} tokens in the cache and {self.plan.tree.node_len[bad]} "
-                "in the plan's tree: plan again"
+                f"node {bad} holds {lens[bad]} tokens in the cache and "
+                f"{self.plan.tree.node_len[bad]} in the plan's tree: plan again"
             )
         self._slot_indptr, self._slots = indptr, slots
-        # breaks[i] = slot i does not follow slot i - 1; a prefix count answers "is a range consecutive?"
+        # breaks[i] = slot i does not follow slot i - 1; a prefix count answers "is a range
+        # consecutive?"
         breaks = np.r_[True, np.diff(slots) != 1] if len(slots) else np.zeros(0, bool)
         self._break_count = np.r_[0, np.cumsum(breaks)]
 
@@ -184,12 +185,12 @@ class BoundPlan:
     def advance(self) -> bool:
         """Take up the tokens appended to the cache since the last bind or advance.
 
-        Uploads the new tokens' slots and masks and the items' stream ends; device buffers, grids and
-        launches stay as they are.
+        Uploads the new tokens' slots and masks and the items' stream ends; device buffers, grids
+        and launches stay as they are.
 
         Returns:
-            False when a replan is due instead (a node without an open run grew, a node shrank, or the
-            headroom is used up); nothing has changed then.
+            False when a replan is due instead (a node without an open run grew, a node shrank, or
+            the headroom is used up); nothing has changed then.
         """
         lens = self.cache.node_lens(self.nodes)
         grown = lens - self._node_len

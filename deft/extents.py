@@ -13,40 +13,35 @@ import numpy as np
 from deft.tree import LongArray, indptr_of, segment_arange
 
 
-def page_runs(
-    pages: LongArray, page_size: int, position: LongArray, length: LongArray
-) -> tuple[LongArray, LongArray, LongArray]:
-    """Maximal slot runs of nodes laid on a stream of pages.
-
-    Args:
-        pages: int64 [num_pages], page ids; the stream's position p is slot
-            `pages[p // page_size] * page_size + p % page_size`.
-        page_size: tokens per page.
-        position: int64 [n], ascending: stream position of each node's first token.
-        length: int64 [n], tokens of each node; every page holds a token in its first slot.
-
-    Returns:
-        counts int64 [n] runs per node, and base slot and length of each run in node order.
-    """
-    live = np.flatnonzero(length > 0)
-    begin = position[live]
-    end = begin + length[live]
-    jumps = np.flatnonzero(pages[1:] != pages[:-1] + 1) + 1
-    if jumps.size:
-        start = np.union1d(begin, jumps * page_size)
-        owner = np.searchsorted(begin, start, side="right") - 1
-    else:
-        start, owner = begin, np.arange(len(live))
-    stop = end[owner]
-    np.minimum(stop[:-1], start[1:], out=stop[:-1])
-    base = pages[start // page_size] * page_size + start % page_size
-    counts = np.bincount(live[owner], minlength=len(length))
-    return counts, base, stop - start
-
-
 def expand_runs(base: LongArray, length: LongArray) -> LongArray:
     """int64 [length.sum()]: the members of runs that start at base, in order."""
     return np.repeat(base, length) + segment_arange(length)
+
+
+def run_pages(base: LongArray, length: LongArray, page_size: int) -> LongArray:
+    """int64: the pages that runs of slots touch, run by run; runs have tokens (length > 0)."""
+    first = base // page_size
+    return expand_runs(first, (base + length - 1) // page_size - first + 1)
+
+
+def join_runs(
+    counts: LongArray, base: LongArray, length: LongArray
+) -> tuple[LongArray, LongArray, LongArray]:
+    """Make runs maximal: join those that continue the run before them within one owner.
+
+    Args:
+        counts: int64 [n], runs of each owner.
+        base, length: int64 [counts.sum()], in owner order.
+
+    Returns:
+        counts, base and length of the joined runs.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    is_first = np.ones(len(base), bool)
+    is_first[1:] = (base[1:] != base[:-1] + length[:-1]) | (owner[1:] != owner[:-1])
+    first = np.flatnonzero(is_first)
+    joined = np.diff(np.r_[indptr_of(length)[first], length.sum()])
+    return np.bincount(owner[first], minlength=len(counts)), base[first], joined
 
 
 class ExtentArena:

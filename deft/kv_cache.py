@@ -1,42 +1,40 @@
 """PagedKVCache: the K and V of a living forest of nodes, in one pool of pages.
 
 Every layer has a `[num_pages, page_size, num_kv_heads, head_dim]` tensor (NHD) for K and one for V,
-and all layers share one page table. A slot is `page * page_size + offset`. A node owns whole pages
-and a child starts a new page, except nodes inserted with `insert_tokens` (or share_pages), which lie
-back to back in pages that they share; a page is free when its last owner is gone. The tokens of a
-node are kept as maximal runs of slots (deft/extents.py), so `runs` needs no search.
-
-Methods that take many nodes are vectorised. A pool without enough free pages raises PoolFull before
-anything is changed.
+and all layers share the page tables of deft/paged_forest.py. Inserting and appending give tokens
+slots; `write` fills them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deft.extents import ExtentArena, expand_runs, page_runs
-from deft.node_table import Handles, NodeTable
-from deft.page_pool import PagePool, PoolFull
+from deft.extents import join_runs
+from deft.node_table import Handles
+from deft.page_pool import PoolFull
+from deft.page_table import PageTable, make_page_table
+from deft.paged_forest import PagedForest
 from deft.shape import HeadShape, torch_dtype
-from deft.tree import DecodeTree, IntArray, LongArray, indptr_of, segment_arange
+from deft.snapshot import Snapshot
+from deft.tree import DecodeTree, LongArray, indptr_of
 
-__all__ = ["PagedKVCache", "PoolFull"]
+__all__ = ["PagedKVCache", "PageTable", "PoolFull", "Snapshot"]
 
 
-class PagedKVCache:
+class PagedKVCache(PagedForest):
     """A pool of KV pages and the nodes that live in it.
 
     Args:
         shape: heads and dtype of every layer.
         num_pages: pages of the pool.
         page_size: tokens per page, 1..128.
-        num_layers: layers; they share the page table.
+        num_layers: layers; they share the page tables.
         device: where K and V live ("meta" keeps the tables only).
         poison: fill every page with NaN, and again when it is freed, so that a read outside the
             tree shows; for tests.
@@ -58,208 +56,230 @@ class PagedKVCache:
         device: str | torch.device = "cpu",
         poison: bool = False,
     ) -> None:
-        if not 1 <= page_size <= 128:
-            raise ValueError(f"page_size must be in 1..128, got {page_size}")
+        super().__init__(num_pages, page_size)
         if num_layers < 1:
             raise ValueError(f"num_layers must be >= 1, got {num_layers}")
         self.shape = shape
-        self.page_size = page_size
         self.num_layers = num_layers
         self.poison = poison
-        self._pool = PagePool(num_pages)
-        self._nodes = NodeTable()
-        self._extents = ExtentArena()
-        self._num_tokens = 0
         size = (2, num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        # One tensor for all layers, so that an accept copies a token's K and V everywhere at once.
         self._kv = torch.empty(size, dtype=torch_dtype(shape.dtype), device=device)
         if poison:
             self._kv.fill_(float("nan"))
-        paged = self._kv.view(2, num_layers, num_pages, page_size, *size[3:])
-        self.k_cache: list[Tensor] = list(paged[0].unbind(0))
-        self.v_cache: list[Tensor] = list(paged[1].unbind(0))
+        self._pages = self._kv.view(2, num_layers, num_pages, page_size, *size[3:])
+        self.k_cache: list[Tensor] = list(self._pages[0].unbind(0))
+        self.v_cache: list[Tensor] = list(self._pages[1].unbind(0))
 
-    # ---- sizes -------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
         """Device of K and V."""
         return self._kv.device
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self._pool.num_pages
+    def _on_freed(self, pages: LongArray) -> None:
+        if self.poison and pages.size:
+            self._pages.index_fill_(2, self._index(pages), float("nan"))
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that no node owns."""
-        return self._pool.num_free
+    def _index(self, indices: LongArray) -> Tensor:
+        return torch.from_numpy(indices).to(self.device)
 
-    @property
-    def peak_pages(self) -> int:
-        """Most pages owned at any time so far."""
-        return self._pool.peak_pages
-
-    @property
-    def num_nodes(self) -> int:
-        """Live nodes, empty ones included."""
-        return self._nodes.num_nodes
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all live nodes."""
-        return self._num_tokens
-
-    @property
-    def fragmentation(self) -> float:
-        """Slots of owned pages that hold no token / slots of owned pages (0.0 when none is owned)."""
-        slots = self._pool.num_used * self.page_size
-        return 1.0 - self._num_tokens / slots if slots else 0.0
-
-    # ---- growing -----------------------------------------------------------------------------
-    def insert_tree(self, tree: DecodeTree, under: Handles = -1, *, share_pages: bool = False) -> LongArray:
-        """Add all nodes of a tree, with pages for their tokens (not written yet).
-
-        Args:
-            tree: topology and lengths; its queries are not used.
-            under: the node that the tree's roots hang under (-1: none), or one for each root in order.
-            share_pages: lay the tokens of all nodes under one `under` node (or of one new root) back
-                to back in shared pages, instead of starting each node on a new page.
-
-        Returns:
-            int64 [num_nodes] handles; 0..num_nodes-1 in a fresh cache.
-
-        Raises:
-            PoolFull: not enough free pages; nothing was changed.
-            ValueError: a dead handle, or a number of them that is not 1 or the number of roots.
-        """
-        under_rows = self._under_rows(under, len(tree.roots))
-        length = tree.node_len.astype(np.int64)
-        if share_pages:
-            stream = self._shared_stream(tree, under_rows)
-        else:
-            num_pages = -(-length // self.page_size)
-            stream = np.arange(tree.num_nodes), (np.cumsum(num_pages) - num_pages) * self.page_size
-        rows = self._lay(length, stream, tree.parent.astype(np.int64), under_rows)
-        if not share_pages:
-            self._nodes.room[rows] = -length % self.page_size
-        return self._nodes.handles(rows)
-
-    def insert_tokens(self, under: Handles, parent: Sequence[int] | npt.NDArray[Any]) -> LongArray:
-        """Add a tree of one-token nodes, as speculative decoding does; they share pages.
-
-        Args:
-            under: a live node, or one for each entry -1 of parent (a batch); tokens under one node
-                share pages, those under different nodes do not.
-            parent: int [n], index within this call of each token's parent, -1: hangs under `under`.
-
-        Returns:
-            int64 [n] handles.
-
-        Raises:
-            PoolFull, ValueError: as insert_tree.
-        """
-        tree = DecodeTree(parent, np.ones(len(parent), np.int32), [])  # type: ignore[arg-type]
-        return self.insert_tree(tree, under, share_pages=True)
-
-    def insert(self, parent: int, num_tokens: int) -> int:
-        """Add one node with num_tokens tokens under a node, or as a root (-1); returns its handle.
-
-        Raises:
-            PoolFull, ValueError: as insert_tree; ValueError also for a negative num_tokens.
-        """
-        return int(self.insert_tree(DecodeTree([-1], [num_tokens], []), parent)[0])  # type: ignore[arg-type]
-
-    def fork(self, handle: int, num_children: int) -> LongArray:
-        """Add num_children empty nodes under a node; int64 handles. Pages are taken as they grow.
-
-        Raises:
-            ValueError: a dead handle or a negative number.
-        """
-        if num_children < 0:
-            raise ValueError(f"fork needs num_children >= 0, got {num_children}")
-        none = np.zeros(num_children, np.int32)
-        return self.insert_tree(DecodeTree(none - 1, none, []), handle)  # type: ignore[arg-type]
-
-    def append(self, handles: Handles, num_tokens: int | npt.NDArray[Any] = 1) -> LongArray:
-        """Add tokens (not written yet) to the end of nodes; nodes below them see the new tokens too.
+    # ---- K and V -----------------------------------------------------------------------------
+    def write(self, handles: Handles, k: Tensor, v: Tensor, layer: int = 0) -> None:
+        """Store K and V of all tokens of nodes.
 
         Args:
             handles: distinct nodes.
-            num_tokens: for every node, or one number for each.
-
-        Returns:
-            int64 slots of the new tokens, node by node.
+            k, v: [tokens of the nodes, num_kv_heads, head_dim], node by node; dtype and device of
+                the cache.
+            layer: 0..num_layers - 1.
 
         Raises:
-            PoolFull: not enough free pages for all; nothing was changed.
-            ValueError: a dead or repeated handle, a negative or misshapen num_tokens.
+            ValueError: a dead or repeated handle, or a wrong shape, dtype, device or layer.
         """
-        rows = self._nodes.rows(handles, distinct=True)
-        extra = np.asarray(num_tokens)
-        if extra.shape not in ((), (1,), rows.shape) or not np.issubdtype(extra.dtype, np.integer):
-            raise ValueError(f"num_tokens must be an integer or {len(rows)} integers, got {num_tokens!r}")
-        if extra.size and extra.min() < 0:
-            raise ValueError(f"num_tokens must be >= 0, got {int(extra.min())}")
-        return self._append(rows, np.broadcast_to(extra.astype(np.int64), rows.shape))
+        self._nodes.rows(handles, distinct=True)
+        self._store(self.slots(handles)[1], k, v, layer)
 
-    def _append(self, rows: LongArray, extra: LongArray) -> LongArray:
-        size = self.page_size
-        fill = np.minimum(extra, self._nodes.room[rows])
-        rest = extra - fill
-        num_pages = -(-rest // size)
-        pages = self._pool.take(int(num_pages.sum()))
-        position = (np.cumsum(num_pages) - num_pages) * size
-        tail = np.flatnonzero(fill)
-        tail_base = self._extents.end_slot(rows)
-        self._extents.push(rows[tail], np.ones(len(tail), np.int64), tail_base[tail], fill[tail])
-        if pages.size:
-            self._extents.push(rows, *page_runs(pages, size, position, rest))
-        self._nodes.node_len[rows] += extra
-        self._nodes.room[rows] += num_pages * size - extra
-        self._num_tokens += int(extra.sum())
-        # Token t of a node: in the room behind its end while t < fill, then on its new pages.
-        step = segment_arange(extra) - np.repeat(fill, extra)
-        slots = step + np.repeat(tail_base + fill, extra)
-        fresh = step >= 0
-        on_stream = (np.repeat(position, extra) + step)[fresh]
-        slots[fresh] = pages[on_stream // size] * size + on_stream % size
-        return slots
+    def write_slots(self, slots: npt.NDArray[Any], k: Tensor, v: Tensor, layer: int = 0) -> None:
+        """Store K and V of single tokens, such as those that append has just added.
 
-    def _under_rows(self, under: Handles, num_roots: int) -> LongArray:
-        wanted: npt.NDArray[Any] = np.atleast_1d(np.asarray(under))
-        if wanted.shape not in ((1,), (num_roots,)) or not np.issubdtype(wanted.dtype, np.integer):
-            raise ValueError(f"`under` must be one handle or one for each of {num_roots} roots, got {under!r}")
-        rows = np.full(len(wanted), -1, np.int64)
-        rows[wanted != -1] = self._nodes.rows(wanted[wanted != -1])
-        return np.broadcast_to(rows, num_roots) if len(rows) != num_roots else rows
+        Args:
+            slots: int [n], distinct, from append() or slots().
+            k, v: [n, num_kv_heads, head_dim], as write.
 
-    def _shared_stream(self, tree: DecodeTree, under_rows: LongArray) -> tuple[LongArray, LongArray]:
-        """Node order and stream positions that put each group back to back from a new page on."""
-        group_of_root = np.where(under_rows >= 0, under_rows, -1 - np.arange(len(under_rows)))
-        _, group_of_root = np.unique(group_of_root, return_inverse=True)
-        group = group_of_root[np.searchsorted(tree.roots, tree.root)]
-        order = np.argsort(group, kind="stable")
-        length = tree.node_len[order].astype(np.int64)
-        num_groups = len(group_of_root)
-        tokens = np.bincount(group, weights=tree.node_len, minlength=num_groups).astype(np.int64)
-        padded = -(-tokens // self.page_size) * self.page_size
-        gap = (np.cumsum(padded) - padded) - (np.cumsum(tokens) - tokens)
-        return order, np.cumsum(length) - length + gap[group[order]]
+        Raises:
+            ValueError: a slot outside the pool, or a wrong shape, dtype, device or layer.
+        """
+        wanted = np.asarray(slots)
+        if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
+            raise ValueError(f"slots must be integers in one dimension, got {wanted.dtype}")
+        num_slots = self.num_pages * self.page_size
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < num_slots:
+            raise ValueError(
+                f"slots must be in 0..{num_slots - 1}, got {wanted.min()}..{wanted.max()}"
+            )
+        self._store(wanted.astype(np.int64), k, v, layer)
 
-    def _lay(
-        self, length: LongArray, stream: tuple[LongArray, LongArray], parent: LongArray, under_rows: LongArray
+    def _store(self, slots: LongArray, k: Tensor, v: Tensor, layer: int) -> None:
+        self._check_layer(layer)
+        want = (len(slots), self.shape.num_kv_heads, self.shape.head_dim)
+        for name, given in (("k", k), ("v", v)):
+            if tuple(given.shape) != want:
+                raise ValueError(
+                    f"{name} must have shape {list(want)} (one row for each token), "
+                    f"got {list(given.shape)}"
+                )
+            if given.dtype != self._kv.dtype or given.device != self.device:
+                raise ValueError(
+                    f"{name} must be {self._kv.dtype} on {self.device} like the cache, "
+                    f"got {given.dtype} on {given.device}; convert it with .to()"
+                )
+        index = self._index(slots)
+        self._kv[0, layer].index_copy_(0, index, k)
+        self._kv[1, layer].index_copy_(0, index, v)
+
+    def gather(self, handles: Handles, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Copies of K and V of all tokens of nodes (repeats allowed), node by node.
+
+        Returns:
+            k, v: [tokens of the nodes, num_kv_heads, head_dim].
+
+        Raises:
+            ValueError: a dead handle or a layer that is not there.
+        """
+        self._check_layer(layer)
+        index = self._index(self.slots(handles)[1])
+        return self._kv[0, layer].index_select(0, index), self._kv[1, layer].index_select(0, index)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {layer}")
+
+    # ---- speculation -------------------------------------------------------------------------
+    def accept(
+        self, parents: Handles, path: Handles, path_indptr: npt.NDArray[Any] | None = None
+    ) -> int:
+        """Move the tokens of accepted nodes to the end of the node above, and prune the rest.
+
+        Everything below a parent goes: the accepted nodes become part of the parent, the others are
+        rejected. Page size 1 hands over pages; larger pages copy the accepted tokens into the
+        parent's last page (and new ones behind it), all layers at once. The pages that an accept
+        frees always suffice, so the pool cannot be full.
+
+        Args:
+            parents: one node, or a batch of distinct nodes, none below another.
+            path: accepted nodes of each parent, each a child of the one before it; may be empty.
+            path_indptr: int [num_parents + 1], CSR of path by parent; None for a single parent.
+
+        Returns:
+            Bytes of K and V copied, over all layers: KV management, no part of attention's IO.
+
+        Raises:
+            ValueError: a dead or repeated handle, a path that does not lead down from its parent,
+                or nested parents; nothing was changed.
+        """
+        tops = self._nodes.rows(parents, distinct=True)
+        chain = self._nodes.rows(path, distinct=True)
+        indptr = self._path_indptr(path_indptr, len(tops), len(chain))
+        self._check_chain(tops, chain, indptr)
+        below = self._nodes.below(tops)
+        if np.isin(tops, below).any():
+            raise ValueError(
+                "a parent lies below another parent of the same accept; split the call"
+            )
+        num_tokens = np.diff(indptr_of(self._nodes.node_len[chain])[indptr])
+        if self.page_size == 1:
+            self._hand_over(tops, chain, indptr, num_tokens)
+            self._drop_below(tops, below)
+            return 0
+        _, source = self.slots(path)
+        kept = self._kv.index_select(2, self._index(source))
+        self._drop_below(tops, below)
+        self._kv.index_copy_(2, self._index(self._append(tops, num_tokens)), kept)
+        return kept.numel() * kept.element_size()
+
+    def _path_indptr(
+        self, given: npt.NDArray[Any] | None, num_parents: int, num_accepted: int
     ) -> LongArray:
-        """Take pages for nodes laid on a stream (order, position), then add the nodes; rows."""
-        order, position = stream
-        size = self.page_size
-        begin, ordered = position[length[order] > 0], length[order]
-        last = begin + ordered[ordered > 0] - 1
-        touched = expand_runs(begin // size, last // size - begin // size + 1)
-        owners = np.bincount(touched)
-        pages = self._pool.take(len(owners), owners)
-        rows = self._nodes.add(parent, under_rows)
-        self._nodes.node_len[rows] = length
-        self._nodes.room[rows] = 0
-        self._extents.push(rows[order], *page_runs(pages, size, position, ordered))
-        self._num_tokens += int(length.sum())
-        return rows
+        if given is None and num_parents == 1:
+            return np.array([0, num_accepted], np.int64)
+        if given is None:
+            raise ValueError(f"accept of {num_parents} parents needs path_indptr")
+        indptr = np.asarray(given).astype(np.int64)
+        ends = indptr.shape == (num_parents + 1,) and (indptr[0], indptr[-1]) == (0, num_accepted)
+        if not ends or (np.diff(indptr) < 0).any():
+            raise ValueError(
+                f"path_indptr must be {num_parents + 1} ascending offsets from 0 to "
+                f"{num_accepted}, got {indptr.tolist()}"
+            )
+        return indptr
+
+    def _check_chain(self, tops: LongArray, chain: LongArray, indptr: LongArray) -> None:
+        above = np.r_[-1, chain[:-1]][: len(chain)]
+        filled = np.diff(indptr) > 0
+        above[indptr[:-1][filled]] = tops[filled]
+        bad = np.flatnonzero(self._nodes.parent[chain] != above)
+        if bad.size:
+            node, wanted = self._nodes.handles(np.array([chain[bad[0]], above[bad[0]]]))
+            raise ValueError(
+                f"accepted node {node} is not a child of {wanted}: a path must lead down from "
+                "its parent"
+            )
+
+    def _hand_over(
+        self, tops: LongArray, chain: LongArray, indptr: LongArray, num_tokens: LongArray
+    ) -> None:
+        run_indptr, base, length = self._extents.gather(chain)
+        counts = np.diff(run_indptr[indptr])
+        self._extents.drop(chain)
+        self._extents.push(tops, *join_runs(counts, base, length))
+        self._nodes.node_len[chain] = 0
+        self._nodes.node_len[tops] += num_tokens
+
+    def _drop_below(self, tops: LongArray, below: LongArray) -> None:
+        self._nodes.first_child[tops] = -1
+        self._discard(below)
+
+    # ---- page tables -------------------------------------------------------------------------
+    def page_table(
+        self, paths: DecodeTree | Sequence[Handles], nodes: Handles | None = None
+    ) -> PageTable:
+        """Paths as lists of whole pages: (kv_indptr, kv_indices, kv_last_page_len), int32.
+
+        Args:
+            paths: a tree, for one path per query (query_len respected), or handles of the nodes of
+                each path, root first.
+            nodes: int64 [num_nodes], handle of each node of the tree; None means 0..num_nodes - 1.
+
+        Raises:
+            ValueError: a dead handle, a tree whose lengths are not the cache's, or a path that is
+                not made of whole pages: page size over 1 and an inner node with a partial last
+                page, or nodes that share pages.
+        """
+        if isinstance(paths, DecodeTree):
+            indptr, rows, seen = self._query_paths(paths, nodes)
+        else:
+            rows_of = [self._nodes.rows(path) for path in paths]
+            indptr = indptr_of(np.array([len(rows) for rows in rows_of], np.int64))
+            rows = np.concatenate([np.zeros(0, np.int64), *rows_of])
+            seen = self._nodes.node_len[rows]
+        return make_page_table(self._extents, indptr, rows, seen, self.page_size)
+
+    def _query_paths(
+        self, tree: DecodeTree, nodes: Handles | None
+    ) -> tuple[LongArray, LongArray, LongArray]:
+        """CSR of the queries' paths in rows, and the tokens of each node that the query sees."""
+        rows_of_node = self._nodes.rows(np.arange(tree.num_nodes) if nodes is None else nodes)
+        if len(rows_of_node) != tree.num_nodes:
+            raise ValueError(f"nodes has {len(rows_of_node)} handles for {tree.num_nodes} nodes")
+        lens = self._nodes.node_len[rows_of_node]
+        bad = np.flatnonzero(lens != tree.node_len)
+        if bad.size:
+            raise ValueError(
+                f"node {bad[0]} holds {lens[bad[0]]} tokens in the cache and "
+                f"{tree.node_len[bad[0]]} in the tree; take a new snapshot"
+            )
+        indptr, path = tree.path
+        seen = lens[path]
+        if tree.query_len is not None:
+            seen[indptr[1:] - 1] = tree.query_len
+        return indptr, rows_of_node[path], seen

@@ -4,14 +4,14 @@ Rows are reused, so the table stays as large as the most nodes that ever lived a
 `generation * 2**32 + row`: the handle of a node that is gone never names its row's next tenant.
 Children hang in doubly linked sibling lists held in arrays; a subtree is collected breadth first,
 child and sibling links followed together, with numpy once the frontier is wide enough to pay.
-Births are numbered: a parent is always older than its children, also after an accept, which hangs
-nodes under an older one, so sorting by birth gives parent-before-child order.
+Births are numbered and a parent is always older than its children, so sorting by birth gives
+parent-before-child order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class NodeTable:
         birth: running number of the insertion.
     """
 
-    _EMPTY = {
+    _EMPTY: ClassVar[dict[str, int]] = {
         "parent": -1,
         "first_child": -1,
         "next_sibling": -1,
@@ -90,7 +90,8 @@ class NodeTable:
             return np.zeros(0, np.int64)
         if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
             raise ValueError(
-                f"node handles must be integers in one dimension, got shape {wanted.shape}, dtype {wanted.dtype}"
+                f"node handles must be integers in one dimension, got {wanted.dtype} of shape "
+                f"{wanted.shape}"
             )
         wanted = wanted.astype(np.int64)
         rows = wanted & _ROW_MASK
@@ -98,10 +99,27 @@ class NodeTable:
         known[known] = self.generation[rows[known]] == wanted[known] >> _ROW_BITS
         known[known] = self.birth[rows[known]] >= 0
         if not known.all():
-            raise ValueError(f"node {wanted[~known][0]} does not live: pruned, accepted or never inserted")
+            raise ValueError(
+                f"node {wanted[~known][0]} does not live: pruned, accepted or never inserted"
+            )
         if distinct and len(rows) > 1 and len(np.unique(rows)) < len(rows):
             raise ValueError("a node handle is listed twice")
         return rows
+
+    def rows_above(self, handles: Handles, count: int) -> LongArray:
+        """int64 [count]: the rows of one handle for all or of one each; -1 stands for no node.
+
+        Raises:
+            ValueError: a node that does not live, or another number of handles.
+        """
+        wanted: npt.NDArray[Any] = np.atleast_1d(np.asarray(handles))
+        if wanted.shape not in ((1,), (count,)) or not np.issubdtype(wanted.dtype, np.integer):
+            raise ValueError(
+                f"`under` must be one handle or one for each of {count} roots, got {handles!r}"
+            )
+        rows = np.full(len(wanted), -1, np.int64)
+        rows[wanted != -1] = self.rows(wanted[wanted != -1])
+        return rows if len(rows) == count else np.repeat(rows, count)
 
     # ---- growth and removal ------------------------------------------------------------------
     def add(self, local_parent: LongArray, under: LongArray) -> LongArray:
@@ -138,7 +156,9 @@ class NodeTable:
                 column = np.full(grown, empty, np.int64)
                 column[: self._first_unused] = getattr(self, name)[: self._first_unused]
                 setattr(self, name, column)
-            self._returned = np.concatenate([self._returned, np.zeros(grown - len(self._returned), np.int64)])
+            self._returned = np.concatenate(
+                [self._returned, np.zeros(grown - len(self._returned), np.int64)]
+            )
         self._num_returned = begin
         self._first_unused = end
         return rows
@@ -173,11 +193,6 @@ class NodeTable:
             if after >= 0:
                 self.prev_sibling[after] = before
 
-    def hang(self, rows: LongArray, parent: LongArray) -> None:
-        """Make live rows, unlinked before, children of the given rows."""
-        self.parent[rows] = parent
-        self._link(rows, parent)
-
     def remove(self, rows: LongArray) -> None:
         """Free rows (unlinked before, or gone with their parent); their handles die."""
         rows = np.sort(rows)
@@ -188,14 +203,8 @@ class NodeTable:
         self._num_returned += len(rows)
 
     # ---- walks -------------------------------------------------------------------------------
-    def below(self, tops: LongArray, stop: LongArray | None = None) -> LongArray:
-        """int64: every row strictly below tops, but none below a row of stop. Tops must not be nested."""
-        if stop is not None:
-            kept = self.first_child[stop]
-            self.first_child[stop] = -1
-            found = self.below(tops)
-            self.first_child[stop] = kept
-            return found
+    def below(self, tops: LongArray) -> LongArray:
+        """int64: every row strictly below tops, once for each of tops that it is below."""
         start = self.first_child[tops]
         frontier = start[start >= 0]
         found = [frontier]
@@ -216,16 +225,6 @@ class NodeTable:
             seen += level
         found.append(np.array(seen, np.int64))
         return np.array(level, np.int64)
-
-    def children(self, row: int) -> LongArray:
-        """int64: rows of the children, oldest first."""
-        rows = []
-        at = self.first_child.item(row)
-        while at >= 0:
-            rows.append(at)
-            at = self.next_sibling.item(at)
-        found = np.array(rows, np.int64)
-        return found[np.argsort(self.birth[found])]
 
     def live(self) -> LongArray:
         """int64 [num_nodes]: live rows, parents before children (oldest first)."""

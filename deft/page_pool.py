@@ -14,7 +14,7 @@ import numpy.typing as npt
 from deft.tree import IntArray, LongArray
 
 
-class PoolFull(RuntimeError, ValueError):
+class PoolFull(ValueError):
     """The pool has too few free pages for a request; nothing was changed.
 
     Args:
@@ -52,6 +52,7 @@ class PagePool:
         self._returned: IntArray = np.zeros(num_pages, np.int32)
         self._num_returned = 0
         self._first_unused = 0
+        self._is_shuffled = False
 
     @property
     def num_free(self) -> int:
@@ -65,7 +66,8 @@ class PagePool:
 
     def owners(self, pages: npt.NDArray[np.integer]) -> IntArray:
         """int32 [len(pages)]: how many nodes hold each page (0 = free)."""
-        return self._owners[pages]
+        owners: IntArray = self._owners[pages]
+        return owners
 
     def take(self, count: int, owners: npt.NDArray[np.integer] | None = None) -> LongArray:
         """Hand out pages.
@@ -89,9 +91,9 @@ class PagePool:
 
     def _pick(self, count: int) -> LongArray:
         begin = self._num_returned - count
-        if 0 <= begin:
+        if begin >= 0:
             top = self._returned[begin : self._num_returned][::-1].astype(np.int64)
-            if (np.diff(top) == 1).all():
+            if self._is_shuffled or (np.diff(top) == 1).all():
                 self._num_returned = begin
                 return top
         num_unused = min(count, self.num_pages - self._first_unused)
@@ -115,12 +117,23 @@ class PagePool:
         left = self._owners[counted] - times
         if counted.size and left.min() < 0:
             page = int(counted[left < 0][0])
-            raise RuntimeError(f"page {page} has {self._owners[page]} owners and was freed more often")
+            raise RuntimeError(
+                f"page {page} has {self._owners[page]} owners and was freed more often"
+            )
         self._owners[counted] = left
-        freed = counted[left == 0].astype(np.int64)
+        freed: LongArray = counted[left == 0].astype(np.int64)
         # Top of the stack first in ascending order: the next taker gets the block as it was.
         self._returned[self._num_returned : self._num_returned + len(freed)] = freed[::-1]
         self._num_returned += len(freed)
-        if self.num_used == 0:
+        if self.num_used == 0 and not self._is_shuffled:
             self._num_returned = self._first_unused = 0
         return freed
+
+    def shuffle(self, seed: int) -> None:
+        """Put all free pages on the stack in random order; from now on they leave as they lie."""
+        unused = np.arange(self._first_unused, self.num_pages, dtype=np.int32)
+        free = np.concatenate([self._returned[: self._num_returned], unused])
+        self._returned[: len(free)] = np.random.default_rng(seed).permutation(free)
+        self._num_returned = len(free)
+        self._first_unused = self.num_pages
+        self._is_shuffled = True

@@ -7,8 +7,8 @@ queries, and the token runs they read. Runs are cut in chunks of block_n tokens 
 - mixed: tokens listed one by one, each with a slot and ceil(queries / 64) mask words.
 
 An item's result for a query is final when no other item serves that query; otherwise it goes to a
-partial slot, and a merge launch joins the slots of a query in root-to-leaf order. Everything here is
-in node coordinates: validate() and io() need neither a pool nor a GPU. See docs/plan.md.
+partial slot, and a merge launch joins the slots of a query in root-to-leaf order. Everything here
+is in node coordinates: validate() and io() need neither a pool nor a GPU. See docs/plan.md.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class Plan:
 
     @property
     def merge_queries(self) -> IntArray:
-        """Queries that the merge launch writes: those with partial slots, and those with no item."""
+        """Queries that the merge launch writes: those with partial slots, and those with no
+        item."""
         return np.setdiff1d(
             np.arange(self.tree.num_qo), self.item_query[self.item_dest == FINAL]
         ).astype(np.int32)
@@ -225,8 +226,8 @@ class Plan:
             at = int(np.flatnonzero(bad)[0])
             raise ValueError(
                 f"plan {self.strategy!r}: query {key[at] // tree.num_nodes} reads tokens "
-                f"[{start[at]}, {end[at]}) of node {key[at] % tree.num_nodes}, which leaves a gap, an "
-                f"overlap or an end other than {visible[at]} (open run: {bool(is_open[at])})"
+                f"[{start[at]}, {end[at]}) of node {key[at] % tree.num_nodes}, which leaves a gap, "
+                f"an overlap or an end other than {visible[at]} (open run: {bool(is_open[at])})"
             )
         self._validate_destinations(tree)
 
@@ -244,7 +245,7 @@ class Plan:
         over = np.flatnonzero(np.diff(self.item_query_indptr) > most[self.item_tile])
         if len(over):
             raise ValueError(
-                f"plan {self.strategy!r}: item {over[0]} holds more queries than its tile's rows allow"
+                f"plan {self.strategy!r}: item {over[0]} holds more queries than its tile allows"
             )
         block_n = np.array([t.block_n for t in self.tiles])
         item = np.repeat(np.arange(self.num_items), np.diff(self.chunk_indptr))
@@ -269,7 +270,8 @@ class Plan:
             raise ValueError(f"plan {self.strategy!r}: a destination belongs to another query")
 
     def _covered_intervals(self) -> tuple[IntArray, IntArray, LongArray, LongArray, Any]:
-        """(query, node, start, end, open) of every chunk and mixed piece, expanded by its mask bits."""
+        """(query, node, start, end, open) of every chunk and mixed piece, expanded by its mask
+        bits."""
         run_item = np.repeat(np.arange(self.num_items), np.diff(self.item_run_indptr))
         run = np.r_[self.chunk_run, self.mixed_run]
         start = np.r_[self.chunk_start, self.mixed_start].astype(np.int64)

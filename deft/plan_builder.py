@@ -184,8 +184,8 @@ def _chunks(
 ) -> _Chunks:
     """Cut runs in pure chunks and mixed pieces.
 
-    Whole chunks of a fully visible run are pure. Its tail is a pure chunk too (one loop turn), unless
-    listing all of an item's tails one by one takes fewer turns.
+    Whole chunks of a fully visible run are pure. Its tail is a pure chunk too (one loop turn),
+    unless listing all of an item's tails one by one takes fewer turns.
     """
     num_items = len(tile)
     item = np.repeat(np.arange(num_items), np.diff(run_indptr))

@@ -41,7 +41,7 @@ def reference_attention(
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     o = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.full((num_qo, num_qo_heads), -torch.inf, dtype=torch.float64, device=q.device)
-    qs = q.double().view(num_qo, num_kv_heads, -1, head_dim) * scale
+    qs = q.double().reshape(num_qo, num_kv_heads, num_qo_heads // num_kv_heads, head_dim) * scale
     # Queries on one path (same node, same length) share the gathered K and V.
     own = tree.query_len if tree.query_len is not None else tree.node_len[tree.query_node]
     groups, group_of = np.unique(np.stack([tree.query_node, own]), axis=1, return_inverse=True)

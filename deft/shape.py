@@ -38,7 +38,8 @@ class HeadShape:
             )
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_qo_heads must be a multiple of num_kv_heads, got {self.num_qo_heads} and {self.num_kv_heads}"
+                "num_qo_heads must be a multiple of num_kv_heads, "
+                f"got {self.num_qo_heads} and {self.num_kv_heads}"
             )
         if self.head_dim == 576:
             raise ValueError(
@@ -48,7 +49,8 @@ class HeadShape:
             raise ValueError(f"head_dim must be in 1..256, got {self.head_dim}")
         if self.dtype in _OUT_OF_SCOPE_DTYPES:
             raise ValueError(
-                f"dtype {self.dtype} is out of scope (no fp8 cache); use one of {sorted(DTYPE_BYTES)}"
+                f"dtype {self.dtype} is out of scope (no fp8 cache); "
+                f"use one of {sorted(DTYPE_BYTES)}"
             )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")

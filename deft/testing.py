@@ -81,7 +81,8 @@ def make_cache(
 
 
 def row_rms_error(o: Tensor, ref: Tensor) -> float:
-    """Worst relative RMS error over (query, head) rows: RMS(o - ref) / RMS(ref); NaN counts as inf."""
+    """Worst relative RMS error over (query, head) rows: RMS(o - ref) / RMS(ref); NaN counts as
+    inf."""
     if not o.numel():
         return 0.0
     diff = (o.double() - ref.double()).square().mean(-1).sqrt()
@@ -132,8 +133,8 @@ def mass_error(lse: Tensor, tree: DecodeTree) -> float:
     """With q = 0 every visible token weighs the same, so lse = ln(visible tokens).
 
     Returns:
-        The worst |lse - ln(visible)| x visible; one lost or doubled token gives about 1, and a right
-        kernel stays below 0.5 up to about 30k tokens.
+        The worst |lse - ln(visible)| x visible; one lost or doubled token gives about 1, and a
+        right kernel stays below 0.5 up to about 30k tokens.
     """
     if not tree.num_qo:
         return 0.0
@@ -165,7 +166,8 @@ def assert_mass(
         if not error < 0.5:
             raise AssertionError(f"mass check: the worst query is off by {error:.2f} tokens")
     ref, _ = reference_attention(torch.zeros_like(o), torch.zeros_like(k), v, tree)
-    # The mean of n normal values has RMS 1/sqrt(n) per element, so rounding is compared with V itself.
+    # The mean of n normal values has RMS 1/sqrt(n) per element, so rounding is compared with V
+    # itself.
     worst = max_abs_error(o, ref)
     limit = 4 * LIMITS[dtype]
     if not worst <= limit:

@@ -1,8 +1,8 @@
 """Stage 2: join the partial results of each query, in slot order (root to leaf).
 
-o = sum_s w_s o_s / sum_s w_s with w_s = 2 ** (lse_s - max lse); the order of the sum is fixed, so the
-result is the same bits on every run. No slots, or only empty ones: o = 0 and lse = -inf. One non-empty
-slot among empty ones passes through unchanged (its weight is exactly 1).
+o = sum_s w_s o_s / sum_s w_s with w_s = 2 ** (lse_s - max lse); the order of the sum is fixed, so
+the result is the same bits on every run. No slots, or only empty ones: o = 0 and lse = -inf. One
+non-empty slot among empty ones passes through unchanged (its weight is exactly 1).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _merge_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     query = tl.load(merge_query_ptr + tl.program_id(0)).to(tl.int64)
-    start = tl.load(merge_indptr_ptr + query)
-    end = tl.load(merge_indptr_ptr + query + 1)
+    start = tl.load(merge_indptr_ptr + query).to(tl.int64)
+    end = tl.load(merge_indptr_ptr + query + 1).to(tl.int64)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
     is_h = offs_h < NUM_QO_HEADS
@@ -45,13 +45,13 @@ def _merge_kernel(
 
     m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
     for slot in tl.range(start, end, num_stages=NUM_STAGES):
-        at = slot.to(tl.int64) * NUM_QO_HEADS + offs_h
+        at = slot * NUM_QO_HEADS + offs_h
         m_i = tl.maximum(m_i, tl.load(partial_lse_ptr + at, mask=is_h, other=float("-inf")))
     m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)
     l_i = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     for slot in tl.range(start, end, num_stages=NUM_STAGES):
-        at = slot.to(tl.int64) * NUM_QO_HEADS + offs_h
+        at = slot * NUM_QO_HEADS + offs_h
         weight = tl.exp2(tl.load(partial_lse_ptr + at, mask=is_h, other=float("-inf")) - m_safe)
         part = tl.load(
             partial_o_ptr + at[:, None] * HEAD_DIM + offs_d[None, :], mask=in_o, other=0.0
@@ -59,11 +59,10 @@ def _merge_kernel(
         acc += part.to(tl.float32) * weight[:, None]
         l_i += weight
     is_empty = l_i == 0.0
-    acc = acc / tl.where(is_empty, 1.0, l_i)[:, None]
+    l_i = tl.where(is_empty, 1.0, l_i)
+    acc = acc / l_i[:, None]
     o_at = query * stride_om + offs_h * stride_oh
-    tl.store(
-        o_ptr + o_at[:, None] + offs_d[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_o
-    )
+    tl.store(o_ptr + o_at[:, None] + offs_d[None, :], acc.to(o_ptr.dtype.element_ty), mask=in_o)
     if WRITE_LSE:
         lse2 = tl.where(is_empty, float("-inf"), m_i + tl.log2(l_i))
         tl.store(lse_ptr + query * NUM_QO_HEADS + offs_h, lse2 * 0.6931471805599453, mask=is_h)

@@ -1,9 +1,9 @@
 """Stage 1: one CTA per (item, KV head) attends its queries to its token runs.
 
-Online softmax (Milakov & Gimelshein 2018; FlashAttention-2, algorithm 1) over two kinds of chunks: pure
-ones (a base slot, no mask) and mixed ones (a slot and mask words per token). A row that has seen
-nothing keeps m = -inf, l = 0, acc = 0, with no finite sentinel. Results go to the output (final) or to
-a partial slot, normalised, with a base-2 LSE in fp32.
+Online softmax (Milakov & Gimelshein 2018; FlashAttention-2, algorithm 1) over two kinds of chunks:
+pure ones (a base slot, no mask) and mixed ones (a slot and mask words per token). A row that has
+seen nothing keeps m = -inf, l = 0, acc = 0, with no finite sentinel. Results go to the output
+(final) or to a partial slot, normalised, with a base-2 LSE in fp32.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def _partial_attention_kernel(
 
     has_seen = l_i > 0
     has_nan = l_i != l_i  # NaN inputs pass through, as in dense attention
-    acc = acc / tl.where(has_seen | has_nan, l_i, 1.0)[:, None]
+    l_i = tl.where(has_seen | has_nan, l_i, 1.0)
+    acc = acc / l_i[:, None]
     lse2 = tl.where(has_seen | has_nan, m_i + tl.log2(l_i), float("-inf"))
     dest = tl.load(item_dest_ptr + query_start + local, mask=is_row, other=0)
     to_o = is_row & (dest < 0)

@@ -1,4 +1,5 @@
-"""Planners: pure functions (DecodeTree, HeadShape, tiles, DeviceModel | None, **options) -> Plan."""
+"""Planners: pure functions (DecodeTree, HeadShape, tiles, DeviceModel | None, **options) ->
+Plan."""
 
 from __future__ import annotations
 

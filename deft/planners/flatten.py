@@ -31,7 +31,8 @@ PAPER_QUERY_CAP = 32
 
 
 def _flatten_work(tree: DecodeTree, block: int, cap: int) -> WorkList:
-    """Items = (block, tile of at most cap queries); an item holds only the runs that its tile sees."""
+    """Items = (block, tile of at most cap queries); an item holds only the runs that its tile
+    sees."""
     seg = tree.segments
     length = (seg.end - seg.start).astype(np.int64)
     _, piece_block, run, offset = cut_streams(np.array([0, len(length)], np.int64), length, block)
@@ -117,8 +118,8 @@ def plan_deft_paper(
     block_kv: int = PAPER_BLOCK_KV,
     partial_dtype: str | None = None,
 ) -> Plan:
-    """DeFT-Flatten as the paper's release ran it: blocks of 128 tokens, at most 32 queries a block's
-    item, one CTA per query head (the group is not packed)."""
+    """DeFT-Flatten as the paper's release ran it: blocks of 128 tokens, at most 32 queries a
+    block's item, one CTA per query head (the group is not packed)."""
     if tile is None:
         tile = TileConfig(
             block_m=PAPER_QUERY_CAP,

@@ -1,5 +1,5 @@
-"""Node-based grouping: one node and the queries below it an item (DeFT-Node), optionally cut in chunks
-of block_kv tokens (DeFT-Node-Chunk; DeFT paper, section 3.2), or level by level (cascade).
+"""Node-based grouping: one node and the queries below it an item (DeFT-Node), optionally cut in
+chunks of block_kv tokens (DeFT-Node-Chunk; DeFT paper, section 3.2), or level by level (cascade).
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def plan_cascade(
     block_kv: int | None = None,
     partial_dtype: str | None = None,
 ) -> Plan:
-    """Cascade inference: one launch per tree level, nodes cut to fill the SMs, one merge at the end.
+    """Cascade inference: one launch per tree level, nodes cut to fill the SMs, one merge at the
+    end.
 
     Rule of FlashInfer's multi-level cascade (Ye et al., "Cascade Inference", 2024), on our kernels.
     """

@@ -12,12 +12,14 @@ from deft.shape import HeadShape, TileConfig
 
 TileOption = TileConfig | Mapping[str, Any] | Iterable[TileConfig | Mapping[str, Any]] | None
 DEFAULT_NUM_SMS = 132
-# CTAs per SM that auto block sizes aim at: two waves of two resident blocks measured best (kernel_log).
+# CTAs per SM that auto block sizes aim at: two waves of two resident blocks measured best
+# (kernel_log).
 CTAS_PER_SM = 4
 
 
 def default_tiles(shape: HeadShape) -> tuple[TileConfig, ...]:
-    """Tile classes by ascending rows for a head layout (measured on an H200: docs/kernel_log.md)."""
+    """Tile classes by ascending rows for a head layout (measured on an H200:
+    docs/kernel_log.md)."""
     wide = shape.head_dim > 128 or shape.dtype_bytes > 2
     small = TileConfig(block_m=16, block_n=32, num_warps=1, num_stages=2 if wide else 3)
     middle = TileConfig(
@@ -80,9 +82,9 @@ def cut_streams(
     """Cut CSR streams of runs in equal blocks, across run borders.
 
     Returns:
-        (block_indptr [streams + 1], piece_block, piece_run, piece_start): blocks of each stream, and the
-        pieces in order: the block each belongs to, its run, and its start within the run. A piece ends
-        where the next one of its run starts, or at the run's end.
+        (block_indptr [streams + 1], piece_block, piece_run, piece_start): blocks of each stream,
+        and the pieces in order: the block each belongs to, its run, and its start within the run.
+        A piece ends where the next one of its run starts, or at the run's end.
     """
     length = np.asarray(length, np.int64)
     total = np.r_[0, np.cumsum(length)]
