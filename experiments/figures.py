@@ -61,6 +61,10 @@ KINDS = {
         plots.queries_data, plots.queries_figure, _LATENCIES,
         "rows of one prefix length or tree family at three or more query counts",
     ),
+    "latency_by_batch": FigureKind(
+        plots.batch_data, plots.batch_figure, _LATENCIES,
+        "rows of one tree at three or more batch sizes",
+    ),
     "latency_by_topology": FigureKind(
         plots.topology_data, plots.topology_figure, _LATENCIES, "two or more workloads"
     ),
@@ -210,7 +214,7 @@ def run(config: DictConfig) -> None:
     )  # fmt: skip
     if not paths:
         raise ValueError(f"{source}: its rows allow none of the figures {', '.join(names)}")
-    print(f"{len(paths) // 3} figures (PDF, PNG, CSV) in {out_dir}")
+    print(f"figures (PDF, PNG, CSV) in {out_dir}: {', '.join(p.stem for p in paths[::3])}")
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="figures")

@@ -69,7 +69,8 @@ def _by_queries(frame: pd.DataFrame) -> pd.DataFrame:
     plain = few_shot_rows(frame)
     text = [f"few-shot, {count_text(prefix)}-token prefix" for prefix in plain["prefix_len"]]
     plain = plain.assign(panel=text, panel_order=plain["prefix_len"])
-    others = frame[~frame["family"].isin(["few_shot", "layered"])]
+    is_batch = frame["workload"].str.contains(r"_batch\d+$")
+    others = frame[~is_batch & ~frame["family"].isin(["few_shot", "layered"])]
     order = {family: 1e9 + at for at, family in enumerate(sorted(others["family"].unique()))}
     others = others.assign(panel=others["family"], panel_order=others["family"].map(order))
     parts = [part for part in (plain, others) if len(part)]
@@ -87,6 +88,14 @@ def redundancy_data(frame: pd.DataFrame) -> pd.DataFrame:
     rows = _by_queries(frame)
     rows = rows.assign(kv_loads=rows["kv_bytes"] / rows["kv_unique_bytes"])
     return _curves(rows, "num_qo", ["kv_loads"], min_points=3)
+
+
+def batch_data(frame: pd.DataFrame) -> pd.DataFrame:
+    """Latencies by the number of trees in the batch, one panel per tree (four at most)."""
+    parts = frame["workload"].str.extract(r"^(.*?)(?:_batch(\d+))?$")
+    rows = frame.assign(panel=parts[0], batch=parts[1].fillna("1").astype(int))
+    rows = rows.assign(panel_order=rows.groupby("panel")["num_tokens"].transform("min"))
+    return _curves(rows, "batch", _LATENCY, min_points=3)
 
 
 def plan_time_data(frame: pd.DataFrame) -> pd.DataFrame:
@@ -132,7 +141,7 @@ def _panel_figure(data: pd.DataFrame, x: str, y: str, what: str, axis_text: str)
             axes.plot(
                 floor.index, floor.to_numpy(), color=GREY, ls=(0, (1, 1)), label=_FLOOR, zorder=1
             )
-        axes.set_title(panel)
+        axes.set_title(workload_text(panel))
         plain_log(axes.yaxis)
         count_axis(axes, rows[x], _X_TEXT[x])
     grid[0][0].set_ylabel(axis_text)
@@ -141,7 +150,11 @@ def _panel_figure(data: pd.DataFrame, x: str, y: str, what: str, axis_text: str)
     return figure
 
 
-_X_TEXT = {"prefix_len": "prefix length (tokens)", "num_qo": "queries"}
+_X_TEXT = {
+    "prefix_len": "prefix length (tokens)",
+    "num_qo": "queries",
+    "batch": "trees in the batch",
+}
 
 
 @styled
@@ -156,6 +169,12 @@ def prefix_figure(data: pd.DataFrame) -> Figure:
 def queries_figure(data: pd.DataFrame) -> Figure:
     """Latency against the number of queries, from queries_data()."""
     return _panel_figure(data, "num_qo", "latency_us", "Latency by tree size", latency_text(data))
+
+
+@styled
+def batch_figure(data: pd.DataFrame) -> Figure:
+    """Latency against the number of trees, from batch_data()."""
+    return _panel_figure(data, "batch", "latency_us", "Latency by batch size", latency_text(data))
 
 
 @styled
