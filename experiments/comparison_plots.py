@@ -14,7 +14,7 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
 from experiments.derived import HEADS
-from experiments.figure_data import few_shot_rows, heading, median_by, one_source
+from experiments.figure_data import few_shot_rows, heading, median_by, one_source, workload_text
 from experiments.figure_style import (
     TERM_STYLES,
     TIMES,
@@ -25,7 +25,6 @@ from experiments.figure_style import (
     spread,
     styled,
 )
-from experiments.plots import workload_text
 from experiments.schema import IO_TERMS
 
 MAX_IO_WORKLOADS = 3

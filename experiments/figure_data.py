@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from experiments.derived import BASELINE, HEADS, derive, is_gpu, is_measured, is_predicted
+from experiments.figure_style import TIMES, count_text
 from experiments.results import latest
 from experiments.schema import IO_TERMS
 
@@ -130,6 +131,18 @@ def heading(frame: pd.DataFrame, what: str) -> str:
         f"head_dim {first['head_dim']}, {first['dtype']}, page size {first['page_size']}"
     )
     return f"{what}: {origin}\n{heads}"
+
+
+def workload_text(name: str) -> str:
+    """A workload's name for an axis: few-shot numbers told apart, layered names on two lines."""
+    stem, _, copies = name.partition("_batch")
+    batch = f", batch {copies}" if copies else ""
+    if found := re.fullmatch(r"few_shot_(\d+)_(\d+)_(\d+)", stem):
+        prefix, width, suffix = found.groups()
+        return f"few shot {count_text(int(prefix))} + {width} {TIMES} {suffix}{batch}"
+    if found := re.fullmatch(r"layered_([^_]+)_(.+)", stem):
+        return f"layered {found[1]}{batch}\n{found[2].replace('_', ' ')} tokens"
+    return stem.replace("_", " ") + batch
 
 
 def latency_text(frame: pd.DataFrame) -> str:

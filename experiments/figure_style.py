@@ -63,7 +63,7 @@ class SeriesStyle:
         return {**self.line_options(), "linestyle": "none"}
 
 
-_KERNELS = {
+KERNEL_STYLES = {
     "dense": SeriesStyle(GREY, "x", ":"),
     "medusa_dense": SeriesStyle(GREY, "P", "-."),
     "radix_attention": SeriesStyle(ORANGE, "s", "--"),
@@ -103,7 +103,7 @@ def series_styles(labels: Iterable[str]) -> dict[str, SeriesStyle]:
     styles: dict[str, SeriesStyle] = {}
     spare = iter(_SPARE)
     for label in ordered_labels(labels):
-        own = _KERNELS.get(label.split(" ")[0])
+        own = KERNEL_STYLES.get(label.split(" ")[0])
         is_free = own is not None and own not in styles.values()
         styles[label] = own if own is not None and is_free else next(spare, _SPARE[0])
     return styles
@@ -111,7 +111,7 @@ def series_styles(labels: Iterable[str]) -> dict[str, SeriesStyle]:
 
 def ordered_labels(labels: Iterable[str]) -> list[str]:
     """Labels in the order of legends: known kernels first, then the others by name."""
-    known = list(_KERNELS)
+    known = list(KERNEL_STYLES)
 
     def place(label: str) -> tuple[int, str]:
         kernel = label.split(" ")[0]

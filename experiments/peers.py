@@ -15,6 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.derived import is_gpu, is_measured, kernel_labels
+from experiments.figure_data import workload_text
 from experiments.figure_style import (
     BLACK,
     BLUE,
@@ -31,7 +32,6 @@ from experiments.figure_style import (
     series_handles,
     styled,
 )
-from experiments.plots import workload_text
 from experiments.results import latest
 
 PEERS_FILE = Path("reference", "peers_h200.csv")

@@ -7,8 +7,6 @@ the figure.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -18,10 +16,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
 from experiments.derived import HEADS
-from experiments.figure_data import few_shot_rows, heading, latency_text, median_by
+from experiments.figure_data import (
+    few_shot_rows,
+    heading,
+    latency_text,
+    median_by,
+    workload_text,
+)
 from experiments.figure_style import (
     GREY,
-    TIMES,
     SeriesStyle,
     count_axis,
     count_text,
@@ -198,16 +201,6 @@ def plan_time_figure(data: pd.DataFrame) -> Figure:
     figure.suptitle(heading(data, "Plan time"))
     legend_below(figure, series_handles(styles), columns=3)
     return figure
-
-
-def workload_text(name: str) -> str:
-    """A workload's name for an axis; few-shot numbers named, layered names on two lines."""
-    parts = name.split("_")
-    if re.fullmatch(r"few_shot_\d+_\d+_\d+", name):
-        return f"few shot {count_text(int(parts[2]))} + {parts[3]} {TIMES} {parts[4]}"
-    if parts[0] == "layered" and len(parts) >= 3:
-        return f"layered {parts[1]}\n{' '.join(parts[2:])} tokens"
-    return " ".join(parts)
 
 
 def topology_data(frame: pd.DataFrame) -> pd.DataFrame:
