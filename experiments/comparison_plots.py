@@ -90,20 +90,20 @@ def io_figure(data: pd.DataFrame) -> Figure:
     labels = ordered_labels(data["label"])
     terms = [term for term in IO_TERMS if data[f"{term}_bytes"].fillna(0).any()]
     others = [term for term in terms if term != "kv"]
-    height = 1.0 + len(workloads) * (0.75 + 0.19 * len(labels))
+    height = 1.0 + len(workloads) * (0.85 + 0.19 * len(labels))
     figure, grid = panels(len(workloads), 2, height, sharey="row")
     for (left, right), name in zip(grid, workloads, strict=True):
         rows = data[data["workload"] == name]
         _draw_terms(left, rows, terms, labels)
         _draw_terms(right, rows, others, labels)
-        left.set_title(workload_text(name).replace("\n", ", "))
+        left.set_title(workload_text(name))
         right.set_title("without KV")
     handles = [
         Patch(facecolor=TERM_STYLES[t][0], hatch=TERM_STYLES[t][1], edgecolor="#404040", label=t)
         for t in terms
     ]
     figure.suptitle(heading(data, "Traffic by term"))
-    legend_below(figure, handles, columns=7)
+    legend_below(figure, handles)
     return figure
 
 

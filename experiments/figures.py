@@ -101,8 +101,6 @@ def save_figure(figure: Figure, data: pd.DataFrame, stem: Path) -> list[Path]:
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with style_context():
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")  # keeps the layout just found: once is enough
             for path in paths[:2]:
                 figure.savefig(path, metadata=_METADATA[path.suffix[1:]])
         data.to_csv(paths[2], index=False, float_format="%.6g")

@@ -140,5 +140,5 @@ def peers_figure(data: pd.DataFrame) -> Figure:
         f"Peers against {data['compared'].iloc[0]}: measured on H200, cold L2\n"
         f"head_dim 128, float16, {len(data)} cases"
     )
-    legend_below(figure, series_handles(_STYLES, lines=False), columns=4)
+    legend_below(figure, series_handles(_STYLES, lines=False))
     return figure

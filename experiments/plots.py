@@ -29,6 +29,7 @@ from experiments.figure_style import (
     count_axis,
     count_text,
     legend_below,
+    legend_columns,
     panels,
     plain_log,
     series_handles,
@@ -134,8 +135,10 @@ def _panel_figure(data: pd.DataFrame, x: str, y: str, what: str, axis_text: str)
     has_floor = "floor_us" in data and data["floor_us"].notna().any()
     if has_floor:
         handles.append(Line2D([], [], color=GREY, linestyle=(0, (1, 1)), label=_FLOOR))
-    height = 2.6 + 0.17 * -(-len(handles) // 5)
-    figure, grid = panels(1, len(shown), height, width_in=max(4.2, 2.4 * len(shown)), sharey=True)
+    width_in = max(4.2, 2.4 * len(shown))
+    names = [str(one.get_label()) for one in handles]
+    height_in = 2.6 + 0.17 * -(-len(names) // legend_columns(width_in, names))
+    figure, grid = panels(1, len(shown), height_in, width_in, sharey=True)
     for axes, panel in zip(grid[0], shown["panel"], strict=True):
         rows = data[data["panel"] == panel]
         _draw_curves(axes, rows, x, y, styles)
@@ -145,7 +148,7 @@ def _panel_figure(data: pd.DataFrame, x: str, y: str, what: str, axis_text: str)
                 floor.index, floor.to_numpy(), color=GREY, ls=(0, (1, 1)), label=_FLOOR, zorder=1
             )
         axes.set_title(workload_text(panel))
-        plain_log(axes.yaxis)
+        plain_log(axes.yaxis, data[y])
         count_axis(axes, rows[x], _X_TEXT[x])
     grid[0][0].set_ylabel(axis_text)
     figure.suptitle(heading(data, what))
@@ -195,11 +198,11 @@ def plan_time_figure(data: pd.DataFrame) -> Figure:
     figure, grid = panels(1, 1, 3.4, width_in=4.8)
     axes = grid[0][0]
     _draw_curves(axes, data, "num_nodes", "plan_us", styles)
-    plain_log(axes.yaxis)
+    plain_log(axes.yaxis, data["plan_us"])
     count_axis(axes, data["num_nodes"], "nodes of the tree")
     axes.set_ylabel("plan time on the host (µs)")
     figure.suptitle(heading(data, "Plan time"))
-    legend_below(figure, series_handles(styles), columns=3)
+    legend_below(figure, series_handles(styles))
     return figure
 
 
@@ -242,7 +245,7 @@ def topology_figure(data: pd.DataFrame) -> Figure:
         )  # fmt: skip
     axes.set_yticks(range(len(names)), [workload_text(name) for name in names], fontsize=7)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    plain_log(axes.xaxis)
+    plain_log(axes.xaxis, data["latency_us"])
     axes.set_xlabel(latency_text(data).replace("\n", " "))
     figure.suptitle(heading(data, "Latency by topology"))
     legend_below(figure, axes.get_legend_handles_labels()[0])
