@@ -44,7 +44,7 @@ def _measured(rows: pd.DataFrame) -> pd.DataFrame:
         **{name: name for name in ("speed_up", "fraction_of_floor", "floor_us", "plan_us")},
     }
     out = _with_values(kept, "measured", values)
-    out.insert(1, "device", kept["gpu"].fillna("cpu"))
+    out.insert(1, "device", kept["gpu"].where(is_gpu(kept), "cpu"))
     out.loc[~is_gpu(kept), "floor_us"] = np.nan  # a floor is a GPU's
     return out
 
@@ -121,8 +121,9 @@ def heading(frame: pd.DataFrame, what: str) -> str:
     """Two lines: what is shown and where it comes from; the head layout."""
     source, first = one_source(frame), frame.iloc[0]
     cold = {True: ", cold L2", False: ", warm L2"}.get(first["cold_l2"], "")
+    machine = "a CPU (torch, no GPU kernel)" if first["device"] == "cpu" else first["device"]
     origin = {
-        "measured": f"measured on {first['device']}{cold}",
+        "measured": f"measured on {machine}{cold}",
         "predicted": f"predicted for {first['device']}, not measured",
         "counted": "counted from the plans",
     }[source]

@@ -123,7 +123,9 @@ def ordered_labels(labels: Iterable[str]) -> list[str]:
 def style_context() -> AbstractContextManager[None]:
     """The project's matplotlib settings, on top of matplotlib's own defaults."""
     settings = matplotlib.rc_params_from_file(STYLE_FILE, use_default_template=False)
-    return matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings, "backend": "agg"})
+    # A context does not give the backend back, so it must not touch it.
+    defaults = {k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith("backend")}
+    return matplotlib.rc_context({**defaults, **settings})
 
 
 def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:

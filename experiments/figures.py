@@ -146,6 +146,45 @@ def _peer_tables(
         yield name, (absent if table.empty else table)
 
 
+def draw_figures(
+    df: pd.DataFrame,
+    names: Sequence[str] = FIGURES,
+    *,
+    baseline: str = BASELINE,
+    peers_csv: str | Path | None = None,
+) -> Iterator[tuple[str, pd.DataFrame, Figure]]:
+    """Draw every figure that the rows allow; what they do not allow is named in one log line.
+
+    Args:
+        df: rows as load_rows gives them.
+        names: figures to draw, of FIGURES.
+        baseline: kernel id that speed-ups compare with.
+        peers_csv: latencies of other projects; None looks in the shared folder and is skipped where
+            that is absent.
+
+    Yields:
+        File stem, the table behind the figure, the figure.
+
+    Raises:
+        ValueError: an unknown name, or a peers_csv that cannot be read.
+    """
+    unknown = sorted(set(names) - set(FIGURES))
+    if unknown:
+        raise ValueError(f"unknown figure {', '.join(unknown)}; choose from {', '.join(FIGURES)}")
+    for name in (name for name in names if name in KINDS):
+        is_drawn = False
+        for stem, table, kind in _frames(df, name, baseline):
+            is_drawn = True
+            yield stem, table, kind.draw(table)
+        if not is_drawn:
+            log.info("skipped %s: it wants %s", name, KINDS[name].wants)
+    for name, found in _peer_tables(df, [n for n in names if n in PEER_KINDS], peers_csv):
+        if isinstance(found, str):
+            log.info("skipped %s: %s", name, found)
+        else:
+            yield name, found, peers.peers_figure(found)
+
+
 def make_figures(
     df: pd.DataFrame,
     out_dir: str | Path,
@@ -154,39 +193,21 @@ def make_figures(
     baseline: str = BASELINE,
     peers_csv: str | Path | None = None,
 ) -> list[Path]:
-    """Save every figure that the rows allow; what they do not allow is named in one log line.
+    """Save what draw_figures() draws as PDF, PNG and CSV.
 
     Args:
-        df: rows as load_rows gives them.
+        df, names, baseline, peers_csv: see draw_figures.
         out_dir: folder, made where it is missing; files of the same name are replaced.
-        names: figures to make, of FIGURES.
-        baseline: kernel id that speed-ups compare with.
-        peers_csv: latencies of other projects; None looks in the shared folder and is skipped where
-            that is absent.
 
     Returns:
-        Paths of the files written: PDF, PNG and CSV per figure.
+        Paths of the files written, three per figure.
 
     Raises:
-        ValueError: an unknown name, a peers_csv that cannot be read, or a folder that cannot be
-            written.
+        ValueError: as draw_figures, or a folder that cannot be written.
     """
-    unknown = sorted(set(names) - set(FIGURES))
-    if unknown:
-        raise ValueError(f"unknown figure {', '.join(unknown)}; choose from {', '.join(FIGURES)}")
-    out_dir = Path(out_dir)
     written: list[Path] = []
-    for name in (name for name in names if name in KINDS):
-        before = len(written)
-        for stem, table, kind in _frames(df, name, baseline):
-            written += save_figure(kind.draw(table), table, out_dir / stem)
-        if len(written) == before:
-            log.info("skipped %s: it wants %s", name, KINDS[name].wants)
-    for name, found in _peer_tables(df, [n for n in names if n in PEER_KINDS], peers_csv):
-        if isinstance(found, str):
-            log.info("skipped %s: %s", name, found)
-        else:
-            written += save_figure(peers.peers_figure(found), found, out_dir / name)
+    for stem, table, figure in draw_figures(df, names, baseline=baseline, peers_csv=peers_csv):
+        written += save_figure(figure, table, Path(out_dir) / stem)
     return written
 
 
