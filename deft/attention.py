@@ -230,7 +230,7 @@ class TreeAttention:
         """
         bound = self.bound
         if out is None:
-            if self._out is None or self._out.shape != q.shape:
+            if self._out is None or (self._out.shape, self._out.dtype) != (q.shape, q.dtype):
                 self._out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             out = self._out
         _check_run(bound, q, layer, out, lse)

@@ -45,6 +45,9 @@ class BoundPlan:
         self._upload()
         self.launches = plan.launches
         self.num_merge_queries = len(plan.merge_queries)
+        # Tile classes of one phase run side by side; see kernels/partial.py.
+        self.side_stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+        self.most_slots = int(np.diff(plan.merge_indptr).max(initial=0))
         shape, rows = plan.shape, max(plan.num_partials, 1) * plan.shape.num_qo_heads
         self.partial_o = torch.empty(
             (rows, shape.head_dim), dtype=torch_dtype(plan.partial_dtype), device=cache.device

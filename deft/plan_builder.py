@@ -59,7 +59,7 @@ def build_plan(
 
     Args:
         tiles: by ascending rows; the largest must fit every item.
-        partial_dtype: dtype of partial outputs; default float32.
+        partial_dtype: dtype of partial outputs; default the shape's (the LSEs are float32).
 
     Raises:
         ValueError: an item with more queries than the largest tile holds.
@@ -90,7 +90,7 @@ def build_plan(
         tree=tree,
         shape=shape,
         tiles=tuple(tiles),
-        partial_dtype=partial_dtype or "float32",
+        partial_dtype=partial_dtype or shape.dtype,
         item_phase=phase[order].astype(np.int32),
         item_tile=tile.astype(np.int32),
         item_query_indptr=indptr_of(queries[order]),

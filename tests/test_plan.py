@@ -124,7 +124,7 @@ def test_io_terms_of_a_plan_counted_by_hand():
     assert io.q == (2 + 1 + 1) * 4 * row  # the root's item and the two leaves' items
     assert io.out == 2 * 4 * row
     slots = 4  # two partials for each of two queries
-    assert io.partial == 2 * slots * 4 * (64 * 4 + 4)
+    assert io.partial == 2 * slots * 4 * (64 * 2 + 4)
     assert io.mask == io.logits == 0
     metadata = 3 * 32 + 4 * 8 + (2 + 1 + 1) * 8
     assert io.index == 2 * metadata + 2 * 2 * 12

@@ -8,8 +8,10 @@ seen nothing keeps m = -inf, l = 0, acc = 0, with no finite sentinel. Results go
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from deft.bound_plan import BoundPlan
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 
 @triton.jit
@@ -165,53 +166,78 @@ def _partial_attention_kernel(
 def launch_partials(
     bound: BoundPlan, q: Tensor, layer: int, o: Tensor, lse: Tensor | None, sm_scale: float
 ) -> None:
-    """Launch every (phase, tile) group of a bound plan, in stream order.
+    """Launch every (phase, tile) group of a bound plan: phases in stream order, the tile classes of
+    one phase side by side (they write different rows).
 
     Args:
         q, o: [num_qo, num_qo_heads, head_dim], last dimension contiguous.
         lse: fp32 [num_qo, num_qo_heads] contiguous, or None.
         sm_scale: positive.
     """
+    for _, group in groupby(bound.launches, key=lambda launch: launch[0]):
+        launches = list(group)
+        if len(launches) == 1 or bound.side_stream is None:
+            for launch in launches:
+                _launch(bound, launch, q, layer, o, lse, sm_scale)
+            continue
+        current = torch.cuda.current_stream(q.device)
+        bound.side_stream.wait_stream(current)
+        with torch.cuda.stream(bound.side_stream):
+            _launch(bound, launches[0], q, layer, o, lse, sm_scale)
+        for launch in launches[1:]:
+            _launch(bound, launch, q, layer, o, lse, sm_scale)
+        current.wait_stream(bound.side_stream)
+
+
+def _launch(
+    bound: BoundPlan,
+    launch: tuple[int, int, int, int],
+    q: Tensor,
+    layer: int,
+    o: Tensor,
+    lse: Tensor | None,
+    sm_scale: float,
+) -> None:
     shape = bound.plan.shape
     k_cache, v_cache = bound.cache.k_cache[layer], bound.cache.v_cache[layer]
-    for _, tile_index, first, end in bound.launches:
-        tile = bound.plan.tiles[tile_index]
-        heads = tile.ctas_per_item(shape)
-        _partial_attention_kernel[((end - first) * heads,)](
-            q,
-            k_cache,
-            v_cache,
-            o,
-            lse if lse is not None else bound.partial_lse,
-            bound.partial_o,
-            bound.partial_lse,
-            bound.item_meta,
-            bound.item_query,
-            bound.item_dest,
-            bound.chunk_base,
-            bound.chunk_len,
-            bound.token_slot,
-            bound.token_mask,
-            first,
-            sm_scale * LOG2_E,
-            q.stride(0),
-            q.stride(1),
-            k_cache.stride(1),
-            k_cache.stride(2),
-            o.stride(0),
-            o.stride(1),
-            NUM_HEADS=heads,
-            NUM_QO_HEADS=shape.num_qo_heads,
-            GROUP_SIZE=shape.group_size,
-            PACK_GROUP=tile.pack_group,
-            HEAD_DIM=shape.head_dim,
-            BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            NUM_WORDS=bound.plan.num_mask_words,
-            WRITE_LSE=lse is not None,
-            NUM_STAGES=tile.num_stages,
-            INPUT_PRECISION="ieee",
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    _, tile_index, first, end = launch
+    tile = bound.plan.tiles[tile_index]
+    heads = tile.ctas_per_item(shape)
+    _partial_attention_kernel[((end - first) * heads,)](
+        q,
+        k_cache,
+        v_cache,
+        o,
+        lse if lse is not None else bound.partial_lse,
+        bound.partial_o,
+        bound.partial_lse,
+        bound.item_meta,
+        bound.item_query,
+        bound.item_dest,
+        bound.chunk_base,
+        bound.chunk_len,
+        bound.token_slot,
+        bound.token_mask,
+        first,
+        sm_scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        o.stride(0),
+        o.stride(1),
+        NUM_HEADS=heads,
+        NUM_QO_HEADS=shape.num_qo_heads,
+        GROUP_SIZE=shape.group_size,
+        PACK_GROUP=tile.pack_group,
+        HEAD_DIM=shape.head_dim,
+        BLOCK_D=max(16, triton.next_power_of_2(shape.head_dim)),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        NUM_WORDS=bound.plan.num_mask_words,
+        WRITE_LSE=lse is not None,
+        NUM_STAGES=tile.num_stages,
+        INPUT_PRECISION="ieee",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

@@ -85,7 +85,7 @@ def plan_flatten(
     Raises:
         ValueError: block_kv or query_cap below 1, or a cap that the tile cannot hold.
     """
-    tiles = resolve_tiles(tile, shape)
+    tiles = resolve_tiles(tile, shape, long_runs=True)
     most = tiles[-1].queries_per_item(shape.group_size)
     cap = most if query_cap is None else query_cap
     if not 1 <= cap <= most:

@@ -82,7 +82,8 @@ def _split_block(
     if split_len is None:
         return 2**31
     if split_len == "auto":
-        return auto_block_kv(tokens, heads, device.num_sms if device else DEFAULT_NUM_SMS, low=128)
+        sms = device.num_sms if device else DEFAULT_NUM_SMS
+        return auto_block_kv(tokens, heads, sms, low=128, ctas_per_sm=4)
     if isinstance(split_len, str) or split_len < 1:
         raise ValueError(f'split_len must be None, "auto" or a positive number, got {split_len!r}')
     return int(split_len)

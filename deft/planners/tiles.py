@@ -12,30 +12,36 @@ from deft.shape import HeadShape, TileConfig
 
 TileOption = TileConfig | Mapping[str, Any] | Iterable[TileConfig | Mapping[str, Any]] | None
 DEFAULT_NUM_SMS = 132
-# CTAs per SM that auto block sizes aim at: two waves of two resident blocks measured best
-# (kernel_log).
-CTAS_PER_SM = 4
+# Thread blocks per SM that automatic block sizes aim at (docs/kernel_log.md, entry 2).
+CTAS_PER_SM = 2
 
 
-def default_tiles(shape: HeadShape) -> tuple[TileConfig, ...]:
-    """Tile classes by ascending rows for a head layout (measured on an H200:
-    docs/kernel_log.md)."""
+def default_tiles(shape: HeadShape, long_runs: bool = False) -> tuple[TileConfig, ...]:
+    """Tile classes by ascending rows, as measured on an H200 (docs/kernel_log.md, entry 2).
+
+    Args:
+        long_runs: the planner fills its blocks across node borders, so a turn of 64 tokens is full.
+    """
     wide = shape.head_dim > 128 or shape.dtype_bytes > 2
-    small = TileConfig(block_m=16, block_n=32, num_warps=1, num_stages=2 if wide else 3)
-    middle = TileConfig(
-        block_m=64, block_n=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3
-    )
+    stages = 2 if wide else 3
+    small = TileConfig(block_m=16, block_n=32, num_warps=1, num_stages=stages)
+    if long_runs and not wide:
+        small = TileConfig(block_m=16, block_n=64, num_warps=2, num_stages=stages)
+    narrow = wide or (long_runs and shape.group_size >= 4)
+    middle = TileConfig(block_m=64, block_n=32 if narrow else 64, num_warps=4, num_stages=stages)
     return (small, middle) if shape.group_size <= 16 else (middle,)
 
 
-def resolve_tiles(tile: TileOption, shape: HeadShape) -> tuple[TileConfig, ...]:
+def resolve_tiles(
+    tile: TileOption, shape: HeadShape, long_runs: bool = False
+) -> tuple[TileConfig, ...]:
     """The tiles option of a planner as TileConfigs by ascending rows.
 
     Raises:
         ValueError: no tile can hold one query's group, or pack_group differs between tiles.
     """
     if tile is None:
-        tiles: tuple[TileConfig, ...] = default_tiles(shape)
+        tiles: tuple[TileConfig, ...] = default_tiles(shape, long_runs)
     elif isinstance(tile, TileConfig | Mapping):
         tiles = (_as_tile(tile),)
     else:
@@ -62,15 +68,22 @@ def _as_tile(tile: TileConfig | Mapping[str, Any]) -> TileConfig:
 
 
 def auto_block_kv(
-    tile_tokens: int | np.int64, ctas_per_item: int, num_sms: int, low: int = 64, high: int = 2048
+    tile_tokens: int | np.int64,
+    ctas_per_item: int,
+    num_sms: int,
+    low: int = 64,
+    high: int = 2048,
+    ctas_per_sm: int | None = None,
 ) -> int:
     """Power-of-two KV block such that token-tile pairs / block x heads fill the GPU's SMs.
 
     Args:
         tile_tokens: sum over query tiles of the tokens each reads.
         ctas_per_item: thread blocks per item (heads).
+        ctas_per_sm: thread blocks per SM to aim at; default CTAS_PER_SM.
     """
-    want = float(tile_tokens) * ctas_per_item / (num_sms * CTAS_PER_SM)
+    slots = num_sms * (ctas_per_sm or CTAS_PER_SM)
+    want = float(tile_tokens) * ctas_per_item / slots
     return int(np.clip(2 ** np.floor(np.log2(max(want, 1.0))), low, high))
 
 

@@ -1,10 +1,12 @@
-"""Sweep planners x tile classes x KV blocks over the layered suite on one GPU; correct first, then timed.
+"""Sweep planners x tile classes x KV blocks over the layered suite on one GPU; correct first, then
+timed.
 
-    python scripts/device/tune_tiles.py --cases PEERS_CSV --out DIR [--planners flatten node_chunk ...]
+    python scripts/device/tune_tiles.py --cases PEERS_CSV --out DIR [--planners flatten node_chunk
+    ...]
 
-PEERS_CSV names the trees (columns nodes, tokens, num_qo_heads, num_kv_heads). Each variant is compared
-with the fp64 oracle (row RMS) and timed as CUDA-graph replays with a cold L2. The sweep chose the
-defaults in deft/planners/tiles.py; docs/kernel_log.md says what it showed.
+PEERS_CSV names the trees (columns nodes, tokens, num_qo_heads, num_kv_heads). Each variant is
+compared with the fp64 oracle (row RMS) and timed as CUDA-graph replays with a cold L2. The sweep
+chose the defaults in deft/planners/tiles.py; docs/kernel_log.md says what it showed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 
 from deft.attention import TreeAttention
+from deft.planners import tiles as planner_tiles
 from deft.reference import reference_attention
 from deft.shape import HeadShape, TileConfig
 from deft.testing import make_cache, make_inputs, row_rms_error
@@ -26,19 +29,19 @@ from deft.topologies import layered
 FLUSH_BYTES = 256 * 2**20
 
 S16 = TileConfig(16, 32, 1, 3)
+S16_64 = TileConfig(16, 64, 2, 3)
+M64 = TileConfig(64, 64, 4, 3)
 TILE_SETS = {
-    "16x32w1+64x64w4": (S16, TileConfig(64, 64, 4, 3)),
-    "16x32w1+64x64w4s2": (S16, TileConfig(64, 64, 4, 2)),
+    "16x32w1+64x64w4": (S16, M64),
     "16x32w1+64x32w4": (S16, TileConfig(64, 32, 4, 3)),
-    "16x32w1+32x32w2+64x64w4": (S16, TileConfig(32, 32, 2, 3), TileConfig(64, 64, 4, 3)),
-    "16x32w1+128x64w8": (S16, TileConfig(128, 64, 8, 3)),
-    "16x32w1+64x64w4+128x128w8": (S16, TileConfig(64, 64, 4, 3), TileConfig(128, 128, 8, 3)),
-    "16x64w2+64x64w4": (TileConfig(16, 64, 2, 3), TileConfig(64, 64, 4, 3)),
-    "16x32w1s4+64x128w4": (TileConfig(16, 32, 1, 4), TileConfig(64, 128, 4, 2)),
-    "16x32w1": (S16,),
-    "64x64w4": (TileConfig(64, 64, 4, 3),),
+    "16x64w2+64x64w4": (S16_64, M64),
+    "16x64w2+64x32w4": (S16_64, TileConfig(64, 32, 4, 3)),
+    "16x64w2+64x128w4": (S16_64, TileConfig(64, 128, 4, 2)),
+    "16x64w1+64x64w4": (TileConfig(16, 64, 1, 2), M64),
+    "16x64w4+64x64w4": (TileConfig(16, 64, 4, 3), M64),
+    "16x64w2+32x64w4+64x64w4": (S16_64, TileConfig(32, 64, 4, 3), M64),
 }
-BLOCKS = (None, 32, 64, 128, 256, 512)
+CTAS_PER_SM = (2, 4, 8)
 
 
 def time_us(
@@ -61,13 +64,14 @@ def time_us(
     return times[len(times) // 2]
 
 
-def options_of(planner: str):
-    """Planner options of the sweep."""
-    if planner in ("flatten", "node_chunk"):
-        return [{"block_kv": block} for block in BLOCKS]
-    if planner == "sequence":
-        return [{"split_len": split} for split in (None, "auto", 128, 256, 512)]
-    return [{}]
+def variants(planner: str):
+    """(label, CTAs per SM that automatic blocks aim at, planner options) of the sweep."""
+    if planner == "node":
+        return [("", 4, {})]
+    name = "split_len" if planner == "sequence" else "block_kv"
+    auto = "auto" if planner == "sequence" else None
+    fixed = [(str(block), 4, {name: block}) for block in (128, 256)]
+    return [(f"auto{n}", n, {name: auto}) for n in CTAS_PER_SM] + fixed
 
 
 def main() -> None:
@@ -79,7 +83,9 @@ def main() -> None:
     )
     parser.add_argument("--tiles", nargs="+", default=list(TILE_SETS))
     parser.add_argument("--partial", nargs="+", default=["float32"])
+    parser.add_argument("--file", default="tune.csv")
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--serial", action="store_true", help="tile classes one after the other")
     parser.add_argument("--seconds", type=float, default=500)
     args = parser.parse_args()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
@@ -87,7 +93,7 @@ def main() -> None:
     Path(args.out).mkdir(parents=True, exist_ok=True)
     with open(args.cases) as file:
         cases = list(csv.DictReader(file))
-    sink = open(Path(args.out) / "tune.csv", "w")  # noqa: SIM115
+    sink = open(Path(args.out) / args.file, "w")  # noqa: SIM115
     writer = csv.writer(sink)
     writer.writerow(
         "nodes tokens heads planner option tiles partial us error items turns plan_ms".split()
@@ -100,7 +106,8 @@ def main() -> None:
         ref, _ = reference_attention(inputs.q, inputs.k, inputs.v, tree)
         best: dict[str, tuple[float, str]] = {}
         for planner, partial, tiles in itertools.product(args.planners, args.partial, args.tiles):
-            for option in options_of(planner):
+            for value, ctas, option in variants(planner):
+                planner_tiles.CTAS_PER_SM = ctas
                 if time.time() - begin > args.seconds:
                     raise SystemExit("out of time")
                 kernel = TreeAttention(
@@ -117,6 +124,8 @@ def main() -> None:
                     plan_ms = (time.perf_counter() - since) * 1e3
                     if kernel.bound.plan.workspace_bytes > 8e9:
                         continue
+                    if args.serial:
+                        kernel.bound.side_stream = None
                     kernel.run(inputs.q, out=out)
                     error = row_rms_error(out, ref)
                     us = (
@@ -128,7 +137,6 @@ def main() -> None:
                     print(planner, tiles, option, type(problem).__name__, str(problem)[:120])
                     continue
                 plan = kernel.bound.plan
-                value = next(iter(option.values()), "")
                 writer.writerow(
                     [
                         case["nodes"],
