@@ -14,7 +14,14 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
 from experiments.derived import HEADS
-from experiments.figure_data import few_shot_rows, heading, median_by, one_source, workload_text
+from experiments.figure_data import (
+    few_shot_rows,
+    heading,
+    median_by,
+    one_source,
+    shown_text,
+    workload_text,
+)
 from experiments.figure_style import (
     TERM_STYLES,
     TIMES,
@@ -28,7 +35,6 @@ from experiments.figure_style import (
 from experiments.schema import IO_TERMS
 
 MAX_IO_WORKLOADS = 3
-MAX_MAPS = 9
 _SETTING = ["source", "device", "cold_l2", *HEADS]
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
@@ -44,8 +50,9 @@ def io_data(frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame[frame["workload"].isin(covered.index[covered == covered.max()])]
     size = rows.groupby("workload")["kv_unique_bytes"].max().sort_values(kind="stable")
     chosen = [size.index[at] for at in spread(range(len(size)), MAX_IO_WORKLOADS)]
-    rows = rows[rows["workload"].isin(chosen)]
-    keys = [*_SETTING, "workload", "label", "kernel"]
+    shown = shown_text(len(chosen), len(covered), "workloads")
+    rows = rows[rows["workload"].isin(chosen)].assign(shown=shown)
+    keys = [*_SETTING, "shown", "workload", "label", "kernel"]
     terms = [f"{term}_bytes" for term in (*IO_TERMS, "kv_unique", "total")]
     out = median_by(rows, keys, terms)
     order = {name: at for at, name in enumerate(chosen)}
@@ -126,11 +133,12 @@ def _draw_map(
     values = table.reindex(index=prefixes, columns=widths).to_numpy(dtype=float)
     image = axes.imshow(np.log2(values), cmap="PuOr_r", norm=norm, aspect="auto", origin="lower")
     for (y, x), value in np.ndenumerate(values):
-        shade = abs(np.log2(value)) / norm.vmax if np.isfinite(value) else 0.0
-        text = f"{value:.{2 if value < 1 else int(value < 10)}f}{TIMES}"
+        red, green, blue, _ = image.cmap(norm(np.log2(value)))
+        is_dark = np.isfinite(value) and 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
+        text = f"{value:.{2 if value < 0.995 else int(value < 10)}f}{TIMES}"
         axes.text(
             x, y, text if np.isfinite(value) else "-", ha="center", va="center", fontsize=7,
-            color="white" if shade > 0.7 else "black",
+            color="white" if is_dark else "black",
         )  # fmt: skip
     axes.set_xticks(range(len(widths)), [count_text(width) for width in widths])
     axes.set_yticks(range(len(prefixes)), [count_text(prefix) for prefix in prefixes])
@@ -141,7 +149,7 @@ def _draw_map(
 @styled
 def speed_up_figure(data: pd.DataFrame) -> Figure:
     """Heat maps of speed_up_data(): a panel per kernel, prefix by width, factors in the cells."""
-    labels = ordered_labels(data["label"])[:MAX_MAPS]
+    labels = ordered_labels(data["label"])
     columns = min(3, len(labels))
     rows = -(-len(labels) // columns)
     prefixes, widths = sorted(data["prefix_len"].unique()), sorted(data["width"].unique())
@@ -163,5 +171,6 @@ def speed_up_figure(data: pd.DataFrame) -> Figure:
     base = data["baseline"].iloc[0]
     kind = "predicted speed-up" if one_source(data) == "predicted" else "speed-up"
     bar.set_label(f"{kind} over {base}")
-    figure.suptitle(heading(data, f"Speed-up over {base}"))
+    suffix = f"{int(data['suffix_len'].iloc[0])}-token suffixes"
+    figure.suptitle(heading(data, f"Speed-up over {base}, {suffix}"))
     return figure

@@ -118,7 +118,7 @@ def one_source(frame: pd.DataFrame) -> str:
 
 
 def heading(frame: pd.DataFrame, what: str) -> str:
-    """Two lines: what is shown and where it comes from; the head layout."""
+    """Two lines: what is shown, how much of it, and where it comes from; the head layout."""
     source, first = one_source(frame), frame.iloc[0]
     cold = {True: ", cold L2", False: ", warm L2"}.get(first["cold_l2"], "")
     machine = "a CPU (torch, no GPU kernel)" if first["device"] == "cpu" else first["device"]
@@ -131,7 +131,13 @@ def heading(frame: pd.DataFrame, what: str) -> str:
         f"{first['num_qo_heads']} query / {first['num_kv_heads']} KV heads, "
         f"head_dim {first['head_dim']}, {first['dtype']}, page size {first['page_size']}"
     )
-    return f"{what}: {origin}\n{heads}"
+    shown = str(first.get("shown", ""))
+    return f"{what}{shown}: {origin}\n{heads}"
+
+
+def shown_text(shown: int, there: int, what: str) -> str:
+    """Says in a heading what a figure leaves out; empty when it shows everything."""
+    return "" if shown == there else f" ({shown} of {there} {what})"
 
 
 def workload_text(name: str) -> str:

@@ -21,6 +21,7 @@ from experiments.figure_data import (
     heading,
     latency_text,
     median_by,
+    shown_text,
     workload_text,
 )
 from experiments.figure_style import (
@@ -52,8 +53,9 @@ def _curves(rows: pd.DataFrame, x: str, values: list[str], min_points: int = 2) 
     points = rows.groupby("panel")[x].nunique()
     rows = rows[rows["panel"].isin(points.index[points >= min_points])]
     keep = spread(rows["panel_order"], MAX_PANELS)
-    rows = rows[rows["panel_order"].isin(keep)]
-    keys = [*_SETTING, "panel_order", "panel", "label", "kernel", x]
+    shown = shown_text(len(keep), rows["panel_order"].nunique(), "panels")
+    rows = rows[rows["panel_order"].isin(keep)].assign(shown=shown)
+    keys = [*_SETTING, "shown", "panel_order", "panel", "label", "kernel", x]
     return median_by(rows, keys, values)
 
 
@@ -71,7 +73,10 @@ def prefix_data(frame: pd.DataFrame) -> pd.DataFrame:
 def _by_queries(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows with a panel per few-shot prefix length, or per family of other trees."""
     plain = few_shot_rows(frame)
-    text = [f"few-shot, {count_text(prefix)}-token prefix" for prefix in plain["prefix_len"]]
+    text = [
+        f"{count_text(prefix)}-token prefix, {int(suffix)}-token suffixes"
+        for prefix, suffix in zip(plain["prefix_len"], plain["suffix_len"], strict=True)
+    ]
     plain = plain.assign(panel=text, panel_order=plain["prefix_len"])
     is_batch = frame["workload"].str.contains(r"_batch\d+$")
     others = frame[~is_batch & ~frame["family"].isin(["few_shot", "layered"])]
@@ -218,8 +223,9 @@ def topology_data(frame: pd.DataFrame) -> pd.DataFrame:
         sizes = rows.groupby("workload")[["num_tokens", "num_qo"]].max().reset_index()
         order = sizes.sort_values(["num_tokens", "num_qo", "workload"])["workload"].tolist()
         chosen |= {order[at] for at in spread(range(len(order)), share)}
-    rows = frame[frame["workload"].isin(chosen)]
-    keys = [*_SETTING, "family", "num_tokens", "num_qo", "workload", "label", "kernel"]
+    shown = shown_text(len(chosen), frame["workload"].nunique(), "workloads")
+    rows = frame[frame["workload"].isin(chosen)].assign(shown=shown)
+    keys = [*_SETTING, "shown", "family", "num_tokens", "num_qo", "workload", "label", "kernel"]
     return median_by(rows, keys, _LATENCY)
 
 

@@ -137,6 +137,13 @@ def test_batches_have_their_own_figure(tmp_path: Path) -> None:
     assert curve(figure.axes[0], "deft_node") == ([1, 2, 8], [10.0, 20.0, 80.0])
 
 
+def test_panels_left_out_are_said(tmp_path: Path) -> None:
+    rows = synthetic_sweep((1024, 4096), (1, 2, 4, 8, 16, 32), ("deft_node",))
+    figure = plots.prefix_figure(plots.prefix_data(only_frame(rows, tmp_path, "measured")))
+    assert [axes.get_title("left").split()[0] for axes in figure.axes] == ["1", "4", "8", "32"]
+    assert "(4 of 6 panels)" in figure.get_suptitle()
+
+
 def test_rereads_are_loaded_over_stored_bytes(tmp_path: Path) -> None:
     frame = only_frame(synthetic_sweep((1024,), (4, 16, 64)), tmp_path, "counted")
     figure = plots.redundancy_figure(plots.redundancy_data(frame))
@@ -173,6 +180,7 @@ def test_topology_keeps_the_extremes_of_many_workloads(tmp_path: Path) -> None:
     rows = synthetic_sweep(tuple(2**i for i in range(5, 15)), (2, 4, 8, 16), ("deft_node",))
     data = plots.topology_data(only_frame(rows, tmp_path, "measured"))
     assert data["workload"].nunique() == plots.MAX_WORKLOADS
+    assert "(24 of 40 workloads)" in plots.topology_figure(data).get_suptitle()
     assert {"few_shot_32_2_32", "few_shot_16384_16_32"} <= set(data["workload"])
 
 
