@@ -35,6 +35,7 @@ from experiments.figure_style import (
 from experiments.schema import IO_TERMS
 
 MAX_IO_WORKLOADS = 3
+MAX_LOG2_COLOUR = 4.0  # colours saturate at a factor of 16; the cells hold the numbers
 _SETTING = ["source", "device", "cold_l2", *HEADS]
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
@@ -153,7 +154,8 @@ def speed_up_figure(data: pd.DataFrame) -> Figure:
     columns = min(3, len(labels))
     rows = -(-len(labels) // columns)
     prefixes, widths = sorted(data["prefix_len"].unique()), sorted(data["width"].unique())
-    limit = max(float(np.log2(data["speed_up"]).abs().max()), 0.1)
+    largest = float(np.log2(data["speed_up"]).abs().max())
+    limit = min(max(largest, 0.1), MAX_LOG2_COLOUR)
     norm = Normalize(-limit, limit)
     height = 1.0 + rows * (0.55 + 0.24 * len(prefixes))
     figure, grid = panels(rows, columns, height, sharex=True, sharey=True)
@@ -165,7 +167,9 @@ def speed_up_figure(data: pd.DataFrame) -> Figure:
         axes.set_title(label)
     figure.supxlabel("width (queries)", fontsize=9)
     figure.supylabel("prefix length (tokens)", fontsize=9)
-    bar = figure.colorbar(images[0], ax=grid, shrink=0.9, pad=0.02)
+    bar = figure.colorbar(
+        images[0], ax=grid, shrink=0.9, pad=0.02, extend="both" if largest > limit else "neither"
+    )
     ticks = [t for t in range(-10, 11) if -limit <= t <= limit]
     bar.set_ticks(ticks, labels=[f"{2.0**t:g}{TIMES}" for t in ticks])
     base = data["baseline"].iloc[0]

@@ -150,7 +150,7 @@ def panels(
 
 def legend_columns(width_in: float, labels: Sequence[str]) -> int:
     """Columns of a legend that fit a width: a handle and the longest label each (8 pt type)."""
-    column_in = 0.62 + 0.062 * max((len(label) for label in labels), default=0)
+    column_in = 0.6 + 0.055 * max((len(label) for label in labels), default=0)
     return max(1, min(len(labels), int(width_in / column_in)))
 
 

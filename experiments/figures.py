@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, ListConfig
 
-from experiments import comparison_plots, peers, plots
+from experiments import comparison_plots, dot_plots, peers, plots
 from experiments.derived import BASELINE
 from experiments.figure_data import setting_slugs, source_frames
 from experiments.figure_style import style_context
@@ -66,14 +66,14 @@ KINDS = {
         "rows of one tree at three or more batch sizes",
     ),
     "latency_by_topology": FigureKind(
-        plots.topology_data, plots.topology_figure, _LATENCIES, "two or more workloads"
+        dot_plots.topology_data, dot_plots.topology_figure, _LATENCIES, "two or more workloads"
     ),
     "speed_up_map": FigureKind(
         comparison_plots.speed_up_data, comparison_plots.speed_up_figure, _LATENCIES,
         "few_shot rows of the baseline and of another kernel at two or more points",
     ),
     "fraction_of_floor": FigureKind(
-        plots.floor_data, plots.floor_figure, _LATENCIES, "rows with a floor (of a GPU)"
+        dot_plots.floor_data, dot_plots.floor_figure, _LATENCIES, "rows with a floor (of a GPU)"
     ),
     "plan_time": FigureKind(
         plots.plan_time_data, plots.plan_time_figure, ("measured",),

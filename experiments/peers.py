@@ -131,7 +131,9 @@ def peers_figure(data: pd.DataFrame) -> Figure:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}{TIMES}")
         axes.set_title(f"{query_heads} query / {kv_heads} KV heads")
-    grid[0][0].set_yticks(range(len(names)), [workload_text(name) for name in names], fontsize=6.5)
+    grid[0][0].set_yticks(
+        range(len(names)), [workload_text(name) for name in names], fontsize=6.5, linespacing=0.9
+    )
     grid[0][0].set_ylim(len(names) - 0.5, -0.5)
     grid[0][len(layouts) // 2].set_xlabel(
         f"peer latency / our latency (right of 1{TIMES}: ours is faster)"

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments import comparison_plots, peers, plots
+from experiments import comparison_plots, dot_plots, peers, plots
 from experiments.figure_data import one_source, source_frames, workload_text
 from experiments.figure_style import KERNEL_STYLES, count_text, series_styles, spread
 from experiments.results import load_rows, write_rows
@@ -168,7 +168,9 @@ def test_topology_dots_name_every_workload(tmp_path: Path) -> None:
         for k in KERNELS
         for name, us in (("kary_2_4_8", 20.0), ("chain_8", 30.0), ("layered_1-4_8-16", 40.0))
     ]
-    figure = plots.topology_figure(plots.topology_data(only_frame(rows, tmp_path, "measured")))
+    figure = dot_plots.topology_figure(
+        dot_plots.topology_data(only_frame(rows, tmp_path, "measured"))
+    )
     (axes,) = figure.axes
     names = [tick.get_text() for tick in axes.get_yticklabels()]
     assert names == ["chain 8", "kary 2 4 8", "layered 1-4\n8-16 tokens"]
@@ -178,10 +180,18 @@ def test_topology_dots_name_every_workload(tmp_path: Path) -> None:
 
 def test_topology_keeps_the_extremes_of_many_workloads(tmp_path: Path) -> None:
     rows = synthetic_sweep(tuple(2**i for i in range(5, 15)), (2, 4, 8, 16), ("deft_node",))
-    data = plots.topology_data(only_frame(rows, tmp_path, "measured"))
-    assert data["workload"].nunique() == plots.MAX_WORKLOADS
-    assert "(24 of 40 workloads)" in plots.topology_figure(data).get_suptitle()
+    data = dot_plots.topology_data(only_frame(rows, tmp_path, "measured"))
+    assert data["workload"].nunique() == dot_plots.MAX_WORKLOADS
+    assert "(24 of 40 workloads)" in dot_plots.topology_figure(data).get_suptitle()
     assert {"few_shot_32_2_32", "few_shot_16384_16_32"} <= set(data["workload"])
+
+
+def test_few_shot_leaves_room_for_other_topologies(tmp_path: Path) -> None:
+    rows = synthetic_sweep((64, 128, 256, 512), (2, 4, 8), ("deft_node",))
+    rows += [synthetic_row("deft_node", workload=f"kary_2_{n}_8") for n in range(1, 9)]
+    data = dot_plots.topology_data(only_frame(rows, tmp_path, "measured"))
+    families = data["family"].value_counts().to_dict()
+    assert families == {"kary": 8, "few_shot": dot_plots.MAX_FEW_SHOT}
 
 
 def test_fraction_of_floor_marks_and_mean(tmp_path: Path) -> None:
@@ -189,7 +199,7 @@ def test_fraction_of_floor_marks_and_mean(tmp_path: Path) -> None:
         synthetic_row("deft_node", p, floor_us=floor, latency_us_p50=100.0)
         for p, floor in ((1024, 20.0), (2048, 80.0))
     ]
-    figure = plots.floor_figure(plots.floor_data(only_frame(rows, tmp_path, "measured")))
+    figure = dot_plots.floor_figure(dot_plots.floor_data(only_frame(rows, tmp_path, "measured")))
     x, _ = curve(figure.axes[0], "deft_node")
     assert x == pytest.approx([0.2, 0.8])
     assert "40%" in [text.get_text() for text in figure.axes[0].texts]
