@@ -46,7 +46,8 @@ class BoundPlan:
         self.launches = plan.launches
         self.num_merge_queries = len(plan.merge_queries)
         # Tile classes of one phase run side by side; see kernels/partial.py.
-        self.side_stream = torch.cuda.Stream(cache.device) if cache.device.type == "cuda" else None
+        on_gpu = cache.device.type == "cuda"
+        self.side_stream = torch.cuda.Stream(cache.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.most_slots = int(np.diff(plan.merge_indptr).max(initial=0))
         shape, rows = plan.shape, max(plan.num_partials, 1) * plan.shape.num_qo_heads
         self.partial_o = torch.empty(

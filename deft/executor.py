@@ -95,7 +95,8 @@ def _bits(words: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.bool_]:
     """Bool [count, tokens]: bit j of each token's mask words."""
     local = np.arange(count)
     shift = (local % 64).astype(np.uint64)
-    return ((words[:, local // 64] >> shift) & np.uint64(1)).astype(bool).T
+    bits: npt.NDArray[np.bool_] = ((words[:, local // 64] >> shift) & np.uint64(1)).astype(bool).T
+    return bits
 
 
 def _attend(

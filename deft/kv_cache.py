@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deft.extents import join_runs
+from deft.extents import expand_runs, join_runs, run_pages
 from deft.node_table import Handles
 from deft.page_pool import PoolFull
 from deft.page_table import PageTable, make_page_table
@@ -36,8 +36,8 @@ class PagedKVCache(PagedForest):
         page_size: tokens per page, 1..128.
         num_layers: layers; they share the page tables.
         device: where K and V live ("meta" keeps the tables only).
-        poison: fill every page with NaN, and again when it is freed, so that a read outside the
-            tree shows; for tests.
+        poison: fill every slot with NaN, and again when its token goes, so that a read outside
+            the tree shows, also in a page that other nodes still hold; for tests.
 
     Attributes:
         k_cache, v_cache: one `[num_pages, page_size, num_kv_heads, head_dim]` tensor per layer.
@@ -57,28 +57,28 @@ class PagedKVCache(PagedForest):
         poison: bool = False,
     ) -> None:
         super().__init__(num_pages, page_size)
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be >= 1, got {num_layers}")
+        if not isinstance(num_layers, int | np.integer) or num_layers < 1:
+            raise ValueError(f"num_layers must be an integer >= 1, got {num_layers!r}")
         self.shape = shape
         self.num_layers = num_layers
         self.poison = poison
-        size = (2, num_layers, num_pages * page_size, shape.num_kv_heads, shape.head_dim)
+        size = (2, num_layers, self.num_pages * self.page_size, shape.num_kv_heads, shape.head_dim)
         # One tensor for all layers, so that an accept copies a token's K and V everywhere at once.
         self._kv = torch.empty(size, dtype=torch_dtype(shape.dtype), device=device)
         if poison:
             self._kv.fill_(float("nan"))
-        self._pages = self._kv.view(2, num_layers, num_pages, page_size, *size[3:])
-        self.k_cache: list[Tensor] = list(self._pages[0].unbind(0))
-        self.v_cache: list[Tensor] = list(self._pages[1].unbind(0))
+        paged = self._kv.view(2, num_layers, self.num_pages, self.page_size, *size[3:])
+        self.k_cache: list[Tensor] = list(paged[0].unbind(0))
+        self.v_cache: list[Tensor] = list(paged[1].unbind(0))
 
     @property
     def device(self) -> torch.device:
         """Device of K and V."""
         return self._kv.device
 
-    def _on_freed(self, pages: LongArray) -> None:
-        if self.poison and pages.size:
-            self._pages.index_fill_(2, self._index(pages), float("nan"))
+    def _on_discard(self, base: LongArray, length: LongArray) -> None:
+        if self.poison and base.size:
+            self._kv.index_fill_(2, self._index(expand_runs(base, length)), float("nan"))
 
     def _index(self, indices: LongArray) -> Tensor:
         return torch.from_numpy(indices).to(self.device)
@@ -162,8 +162,8 @@ class PagedKVCache(PagedForest):
 
         Everything below a parent goes: the accepted nodes become part of the parent, the others are
         rejected. Page size 1 hands over pages; larger pages copy the accepted tokens into the
-        parent's last page (and new ones behind it), all layers at once. The pages that an accept
-        frees always suffice, so the pool cannot be full.
+        parent's last page (and new ones behind it), all layers at once. The pages that this frees
+        are used first, so a full pool is no obstacle unless the parent shares pages itself.
 
         Args:
             parents: one node, or a batch of distinct nodes, none below another.
@@ -174,6 +174,7 @@ class PagedKVCache(PagedForest):
             Bytes of K and V copied, over all layers: KV management, no part of attention's IO.
 
         Raises:
+            PoolFull: the parents' new pages are not free even then; nothing was changed.
             ValueError: a dead or repeated handle, a path that does not lead down from its parent,
                 or nested parents; nothing was changed.
         """
@@ -191,6 +192,9 @@ class PagedKVCache(PagedForest):
             self._hand_over(tops, chain, indptr, num_tokens)
             self._drop_below(tops, below)
             return 0
+        num_pages = int(self._new_pages(tops, num_tokens).sum())
+        _, base, length = self._extents.gather(below)
+        self._pool.check_room(num_pages, run_pages(base, length, self.page_size))
         _, source = self.slots(path)
         kept = self._kv.index_select(2, self._index(source))
         self._drop_below(tops, below)

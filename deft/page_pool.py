@@ -44,9 +44,9 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int) -> None:
-        if not 1 <= num_pages < 2**31:
-            raise ValueError(f"num_pages must be in 1..2**31 - 1, got {num_pages}")
-        self.num_pages = num_pages
+        if not isinstance(num_pages, int | np.integer) or not 1 <= num_pages < 2**31:
+            raise ValueError(f"num_pages must be an integer in 1..2**31 - 1, got {num_pages!r}")
+        self.num_pages = int(num_pages)
         self.peak_pages = 0
         self._owners: IntArray = np.zeros(num_pages, np.int32)
         self._returned: IntArray = np.zeros(num_pages, np.int32)
@@ -128,6 +128,19 @@ class PagePool:
         if self.num_used == 0 and not self._is_shuffled:
             self._num_returned = self._first_unused = 0
         return freed
+
+    def check_room(self, count: int, released: npt.NDArray[np.integer]) -> None:
+        """See whether count pages could be taken once the listed pages are released.
+
+        Raises:
+            PoolFull: they could not.
+        """
+        if count <= self.num_free:
+            return
+        counted, times = np.unique(released, return_counts=True)
+        num_free = self.num_free + int((self._owners[counted] == times).sum())
+        if count > num_free:
+            raise PoolFull(count, num_free, self.num_pages)
 
     def shuffle(self, seed: int) -> None:
         """Put all free pages on the stack in random order; from now on they leave as they lie."""

@@ -30,7 +30,7 @@ def shared_pages_layout(
         page_size: tokens per page.
     """
     num_groups = len(under)
-    group_of_root = np.where(under >= 0, under, -1 - np.arange(num_groups))
+    group_of_root = np.where(under >= 0, under, np.arange(num_groups) - num_groups)
     _, group_of_root = np.unique(group_of_root, return_inverse=True)
     group = group_of_root[np.searchsorted(tree.roots, tree.root)]
     order = np.argsort(group, kind="stable")

@@ -42,8 +42,8 @@ def make_page_table(
     """
     run_indptr, base, length = extents.gather(rows)
     counts = np.diff(run_indptr)
-    before = np.cumsum(length) - length
-    before -= np.repeat(before[np.minimum(run_indptr[:-1], max(len(before) - 1, 0))], counts)
+    token = indptr_of(length)
+    before = token[:-1] - np.repeat(token[run_indptr[:-1]], counts)  # tokens of the node so far
     length = np.clip(np.repeat(seen, counts) - before, 0, length)
     path = np.repeat(np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), counts)
     kept = length > 0

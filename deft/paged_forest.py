@@ -40,8 +40,8 @@ class PagedForest:
         if not isinstance(page_size, int | np.integer) or not 1 <= page_size <= 128:
             raise ValueError(f"page_size must be an integer in 1..128, got {page_size!r}")
         self.page_size = int(page_size)
-        self.num_pages = num_pages
         self._pool = PagePool(num_pages)
+        self.num_pages = self._pool.num_pages
         self._nodes = NodeTable()
         self._extents = ExtentArena()
         self._num_tokens = 0
@@ -135,8 +135,8 @@ class PagedForest:
         Raises:
             ValueError: a dead handle or a negative number.
         """
-        if num_children < 0:
-            raise ValueError(f"fork needs num_children >= 0, got {num_children}")
+        if not isinstance(num_children, int | np.integer) or num_children < 0:
+            raise ValueError(f"num_children must be an integer >= 0, got {num_children!r}")
         none = np.zeros(num_children, np.int32)
         return self.insert_tree(DecodeTree(none - 1, none, []), handle)  # type: ignore[arg-type]
 
@@ -164,18 +164,22 @@ class PagedForest:
             raise ValueError(f"num_tokens must be >= 0, got {int(extra.min())}")
         return self._append(rows, np.broadcast_to(extra.astype(np.int64), rows.shape))
 
+    def _new_pages(self, rows: LongArray, extra: LongArray) -> LongArray:
+        """int64: pages that each row needs for extra more tokens."""
+        rest: LongArray = np.maximum(extra - self._nodes.room[rows], 0)
+        return -(-rest // self.page_size)
+
     def _append(self, rows: LongArray, extra: LongArray) -> LongArray:
         size = self.page_size
         fill = np.minimum(extra, self._nodes.room[rows])
-        rest = extra - fill
-        num_pages = -(-rest // size)
+        num_pages = self._new_pages(rows, extra)
         pages = self._pool.take(int(num_pages.sum()))
         position = (np.cumsum(num_pages) - num_pages) * size
         tail = np.flatnonzero(fill)
         tail_base = self._extents.end_slot(rows)
         self._extents.push(rows[tail], np.ones(len(tail), np.int64), tail_base[tail], fill[tail])
         if pages.size:
-            self._extents.push(rows, *page_runs(pages, size, position, rest))
+            self._extents.push(rows, *page_runs(pages, size, position, extra - fill))
         self._nodes.node_len[rows] += extra
         self._nodes.room[rows] += num_pages * size - extra
         self._num_tokens += int(extra.sum())
@@ -194,8 +198,7 @@ class PagedForest:
         under_rows: LongArray,
     ) -> LongArray:
         """Take pages for nodes laid on a stream (order, position), then add the nodes; rows."""
-        order, position = layout
-        size = self.page_size
+        size, (order, position) = self.page_size, layout
         begin, ordered = position[length[order] > 0], length[order]
         last = begin + ordered[ordered > 0] - 1
         touched = expand_runs(begin // size, last // size - begin // size + 1)
@@ -203,7 +206,6 @@ class PagedForest:
         pages = self._pool.take(len(owners), owners)
         rows = self._nodes.add(parent, under_rows)
         self._nodes.node_len[rows] = length
-        self._nodes.room[rows] = 0
         self._extents.push(rows[order], *page_runs(pages, size, position, ordered))
         self._num_tokens += int(length.sum())
         return rows
@@ -212,7 +214,7 @@ class PagedForest:
     def prune(self, handles: Handles) -> int:
         """Remove nodes and everything below them; costs O(nodes removed + pages they held).
 
-        Pages that other nodes still hold stay theirs, and no live token moves.
+        Pages that other nodes hold stay theirs, and no live token moves.
 
         Args:
             handles: distinct nodes; one may lie below another.
@@ -224,8 +226,7 @@ class PagedForest:
             ValueError: a dead or repeated handle; nothing was changed.
         """
         tops = self._nodes.rows(handles, distinct=True)
-        # Cut first: then no walk enters another top, however they are nested.
-        self._nodes.unlink(tops)
+        self._nodes.unlink(tops)  # first, so that no walk enters another top when they are nested
         return self._discard(np.concatenate([tops, self._nodes.below(tops)]))
 
     def _discard(self, rows: LongArray) -> int:
@@ -235,17 +236,17 @@ class PagedForest:
         self._num_tokens -= int(self._nodes.node_len[rows].sum())
         self._extents.drop(rows)
         self._nodes.remove(rows)
-        self._on_freed(freed)
+        self._on_discard(base, length)
         return len(freed)
 
-    def _on_freed(self, pages: LongArray) -> None:
-        """Called with pages that have just become free."""
+    def _on_discard(self, base: LongArray, length: LongArray) -> None:
+        """Called with the runs of slots whose tokens have just gone."""
 
     def shuffle_free_pages(self, seed: int) -> None:
         """Hand out the free pages in a random order from now on, so that nodes are scattered."""
         self._pool.shuffle(seed)
 
-    # ---- looking -----------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------
     def node_len(self, handle: int) -> int:
         """Tokens of one node.
 

@@ -158,7 +158,8 @@ class Plan:
         """int64 [num_items]: loop turns of block_n tokens each item takes."""
         block_n = np.array([tile.block_n for tile in self.tiles], np.int64)[self.item_tile]
         mixed = self._per_item(self.mixed_indptr, self.mixed_len)
-        return np.diff(self.chunk_indptr) + -(-mixed // block_n)
+        turns: LongArray = np.diff(self.chunk_indptr) + -(-mixed // block_n)
+        return turns
 
     @property
     def padded_flops(self) -> int:

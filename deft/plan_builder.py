@@ -59,7 +59,7 @@ def build_plan(
 
     Args:
         tiles: by ascending rows; the largest must fit every item.
-        partial_dtype: dtype of partial outputs; default the shape's (the LSEs are float32).
+        partial_dtype: dtype of partial outputs; default: see default_partial_dtype().
 
     Raises:
         ValueError: an item with more queries than the largest tile holds.
@@ -90,7 +90,7 @@ def build_plan(
         tree=tree,
         shape=shape,
         tiles=tuple(tiles),
-        partial_dtype=partial_dtype or shape.dtype,
+        partial_dtype=partial_dtype or default_partial_dtype(shape),
         item_phase=phase[order].astype(np.int32),
         item_tile=tile.astype(np.int32),
         item_query_indptr=indptr_of(queries[order]),
@@ -112,6 +112,14 @@ def build_plan(
         mixed_start=(node_start[chunks.mixed_run] + chunks.mixed_offset).astype(np.int32),
         mixed_len=chunks.mixed_len.astype(np.int32),
     )
+
+
+def default_partial_dtype(shape: HeadShape) -> str:
+    """dtype of partial outputs: 16-bit only where the error budget allows (kernel_log, entry 3).
+
+    bfloat16 partials put 16 of 3,000 cases over the row limit, so bfloat16 caches keep float32.
+    """
+    return "float32" if shape.dtype == "bfloat16" else shape.dtype
 
 
 def _choose_tiles(queries: LongArray, tiles: Sequence[TileConfig], group_size: int) -> LongArray:
@@ -152,13 +160,11 @@ def _bit_ranges(low: AnyArray, high: AnyArray, words: int) -> MaskArray:
     low = np.clip(low[:, None] - offset, 0, 64)
     high = np.clip(high[:, None] - offset, 0, 64)
 
-    def below(
-        bits: AnyArray,
-    ) -> MaskArray:  # a mask of the lowest `bits` bits; shifting by 64 is undefined
-        ones = np.uint64(0xFFFFFFFFFFFFFFFF)
-        return np.where(
-            bits > 0, ones >> (64 - np.maximum(bits, 1)).astype(np.uint64), np.uint64(0)
-        )
+    def below(bits: AnyArray) -> MaskArray:
+        """A mask of the lowest `bits` bits (a shift by 64 is undefined, so 0 is apart)."""
+        shift = (64 - np.maximum(bits, 1)).astype(np.uint64)
+        mask: MaskArray = np.where(bits > 0, np.uint64(0xFFFFFFFFFFFFFFFF) >> shift, np.uint64(0))
+        return mask
 
     return below(high) & ~below(low)
 
@@ -191,7 +197,7 @@ def _chunks(
     item = np.repeat(np.arange(num_items), np.diff(run_indptr))
     block = np.array([t.block_n for t in tiles], np.int64)[tile]
     whole = np.where(is_full, length // block[item], 0)
-    tail = length - whole * block[item]
+    tail = np.asarray(length - whole * block[item], np.int64)
 
     def per_item(values: AnyArray) -> LongArray:
         return np.bincount(item, weights=values, minlength=num_items).astype(np.int64)

@@ -1,10 +1,12 @@
-"""Kernels run under Triton's interpreter when torch sees no GPU; set before anything is imported."""
+"""Kernels run under Triton's interpreter when torch sees no GPU; set before anything is
+imported."""
 
 import os
 
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the suite runs one process per core
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"

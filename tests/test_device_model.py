@@ -17,7 +17,8 @@ PEERS = Path(__file__).parents[2] / "shared" / "reference" / "peers_h200.csv"
 
 
 def layered(nodes: list[int], tokens: list[int]) -> DecodeTree:
-    """Child j of a level of n hangs under node floor(j * m / n) of the m above; a query per leaf."""
+    """Child j of a level of n hangs under node floor(j * m / n) of the m above; a query per
+    leaf."""
     first = np.cumsum([0, *nodes])
     parent = [np.full(nodes[0], -1)]
     for level in range(1, len(nodes)):

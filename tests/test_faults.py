@@ -1,4 +1,5 @@
-"""Faults seen in other kernels: each is put in, and a check must fail; then the right kernel passes."""
+"""Faults seen in other kernels: each is put in, and a check must fail; then the right kernel
+passes."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from deft.reference import reference_attention, visible_tokens
 from deft.shape import HeadShape
 from deft.testing import (
     assert_close,
+    assert_lse_close,
     assert_mass,
     make_cache,
     make_inputs,
@@ -127,6 +129,7 @@ def test_strict_prefix_keeps_its_tokens(strategy):
     o, lse = run(tree, inputs, strategy=strategy)
     ref, ref_lse = reference_attention(inputs.q, inputs.k, inputs.v, tree)
     assert_close(o, ref, "float16")
+    assert_lse_close(lse, ref_lse, "float16")
     cut = DecodeTree([-1, 0, 1, 2], [30, 20, 10, 5], [0, 0, 2, 3, 0])  # the fault: its node is lost
     assert row_rms_error(o, reference_attention(inputs.q, inputs.k, inputs.v, cut)[0]) > 0.1
 
@@ -138,6 +141,7 @@ def test_empty_nodes_and_queries_that_see_nothing(backend):
     o, lse = run(tree, inputs, backend=backend)
     ref, ref_lse = reference_attention(inputs.q, inputs.k, inputs.v, tree)
     assert_close(o, ref, "float16")
+    assert_lse_close(lse, ref_lse, "float16")
     assert (o[1:] == 0).all() and (lse[1:] == -torch.inf).all()
     assert torch.isfinite(lse[0]).all()
 
@@ -145,7 +149,8 @@ def test_empty_nodes_and_queries_that_see_nothing(backend):
 @pytest.mark.parametrize("offset", [-1e5, -20.0, 20.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_offset(backend, offset):
-    """Adding one number to all logits of a query changes nothing but its LSE, wherever the max is."""
+    """Adding one number to all logits of a query changes nothing but its LSE, wherever the max
+    is."""
     shape = HeadShape(2, 1, 64, "float32")
     inputs = make_inputs(ODD, shape, device=DEVICE)
     # One dimension of K is 1, that of q is offset / sm_scale: every logit moves by the offset.

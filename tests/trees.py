@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from deft.topologies import few_shot, forest, layered
 from deft.tree import DecodeTree
 
-# Lengths around a 32-token tile, one token, none; queries on inner nodes, several on one node, in any
-# order; a strict prefix (query on node 1, whose child 3 has queries too); a node that nobody sees.
+# Lengths around a 32-token tile, one token, none; queries on inner nodes, several on one node, in
+# any order; a strict prefix (query on node 1, whose child 3 has queries too); a node that nobody
+# sees.
 ODD = DecodeTree(
     parent=[-1, 0, 0, 1, 1, 2, 2, 6, -1, 8],
     node_len=[33, 31, 32, 1, 0, 15, 17, 2, 5, 40],

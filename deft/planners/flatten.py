@@ -109,6 +109,12 @@ def _flatten_block(
     return auto_block_kv(tile_tokens, tiles[-1].ctas_per_item(shape), sms)
 
 
+def paper_tile(shape: HeadShape) -> TileConfig:
+    """One CTA per query head, 32 queries in its rows."""
+    block_n = 32 if shape.head_dim > 128 else 64
+    return TileConfig(PAPER_QUERY_CAP, block_n, num_warps=4, num_stages=2, pack_group=False)
+
+
 def plan_deft_paper(
     tree: DecodeTree,
     shape: HeadShape,
@@ -120,15 +126,7 @@ def plan_deft_paper(
 ) -> Plan:
     """DeFT-Flatten as the paper's release ran it: blocks of 128 tokens, at most 32 queries a
     block's item, one CTA per query head (the group is not packed)."""
-    if tile is None:
-        tile = TileConfig(
-            block_m=PAPER_QUERY_CAP,
-            block_n=32 if shape.head_dim > 128 else 64,
-            num_warps=4,
-            num_stages=2,
-            pack_group=False,
-        )
-    tiles = resolve_tiles(tile, shape)
+    tiles = resolve_tiles(paper_tile(shape) if tile is None else tile, shape)
     cap = min(PAPER_QUERY_CAP, tiles[-1].queries_per_item(shape.group_size))
     return build_plan(
         "deft_paper", tree, shape, tiles, _flatten_work(tree, block_kv, cap), partial_dtype

@@ -95,9 +95,8 @@ def main() -> None:
         cases = list(csv.DictReader(file))
     sink = open(Path(args.out) / args.file, "w")  # noqa: SIM115
     writer = csv.writer(sink)
-    writer.writerow(
-        "nodes tokens heads planner option tiles partial us error items turns plan_ms".split()
-    )
+    columns = "nodes,tokens,heads,planner,option,tiles,partial,us,error,items,turns,plan_ms"
+    writer.writerow(columns.split(","))
     for case in cases:
         shape = HeadShape(int(case["num_qo_heads"]), int(case["num_kv_heads"]), 128)
         tree = layered(*([int(x) for x in case[key].split("-")] for key in ("nodes", "tokens")))
