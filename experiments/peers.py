@@ -87,9 +87,9 @@ def compare_peers(df: pd.DataFrame, peers: pd.DataFrame, kernel: str | None = No
         kernel: our kernel id; None takes the fastest right kernel of each case.
 
     Returns:
-        One line per case that both sides have: workload, heads, our_kernel, our_us, {peer}_us and
-        {peer}_ratio = peer_us / our_us (above 1: ours is faster), NaN where the peer has no right
-        result.
+        One line per case that both sides have: workload, heads, our_kernel, our_us and
+        {peer}_ratio = peer's latency / our_us (above 1: ours is faster), NaN where the peer has no
+        right result.
     """
     rows = latest(df)
     rows = rows.assign(our_kernel=kernel_labels(rows))
@@ -105,6 +105,7 @@ def compare_peers(df: pd.DataFrame, peers: pd.DataFrame, kernel: str | None = No
     joined: pd.DataFrame = peers[columns].merge(ours, on=["workload", *_HEADS], how="inner")
     for name in PEERS:
         joined[f"{name}_ratio"] = joined[f"{name}_us"] / joined["our_us"]
+    joined = joined.drop(columns=[f"{name}_us" for name in PEERS])
     joined = joined.assign(compared=kernel or "the fastest of our kernels")
     return joined
 

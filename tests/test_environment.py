@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -42,3 +45,13 @@ def test_gpu_columns_are_filled() -> None:
     assert columns["num_sms"] > 0
     assert columns["driver"]
     assert columns["sm_clock_mhz"] > 0
+
+
+def test_a_copy_without_history_takes_the_named_commit(monkeypatch) -> None:
+    monkeypatch.setattr(environment, "REPO_DIR", Path(tempfile.gettempdir()))
+    monkeypatch.setenv("TREE_BENCH_COMMIT", "abc123")
+    columns = environment.code_columns()
+    assert (columns["commit"], columns["dirty"]) == ("abc123", False)
+    monkeypatch.delenv("TREE_BENCH_COMMIT")
+    columns = environment.code_columns()
+    assert (columns["commit"], columns["dirty"]) == (None, None)
