@@ -37,6 +37,7 @@ from deft import (
 from deft.plan import Plan
 from deft.reference import visible_tokens
 from deft.testing import LIMITS, make_inputs, row_rms_error
+from experiments.command_line import run_command
 from experiments.results import ResultsError
 from experiments.tile_picture import tile_figure, write_picture
 
@@ -180,14 +181,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default="results/io_walkthrough", help="folder (default: here)")
     out_dir = Path(parser.parse_args().out)
-    try:
-        frame = run_walkthrough(out_dir)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    frame = run_walkthrough(out_dir)
     Console().print(walkthrough_tree().to_text(), highlight=False)
     Console().print(table(frame))
     print(f"table and picture of the tree and its tiles in {out_dir}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))
