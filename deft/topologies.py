@@ -1,7 +1,7 @@
 """Generators of decode trees: every topology of the benchmark that needs no recorded file.
 
-All return a DecodeTree with one query per leaf unless their docstring says otherwise. Lengths are in
-KV tokens; random ones take a seed and use numpy's default generator, so a seed names one tree.
+All return a DecodeTree with one query per leaf unless their docstring says otherwise. Lengths are
+in KV tokens; random ones take a seed and use numpy's default generator: a seed names one tree.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def few_shot(prompt_len: int, width: int, suffix_len: int) -> DecodeTree:
 
 
 def layered(nodes_per_level: Lengths, tokens_per_level: Lengths) -> DecodeTree:
-    """Levels of equal nodes; child j of a level of n hangs under node floor(j * m / n) of the m above.
+    """Levels of equal nodes: child j of n hangs under node floor(j * m / n) of the m above.
 
     Raises:
-        ValueError: no level, lists of different lengths, a level without nodes, or a negative length.
+        ValueError: no level, unequally long lists, a level without nodes, or a negative length.
     """
     counts, tokens = np.asarray(nodes_per_level), np.asarray(tokens_per_level)
     if counts.ndim != 1 or not counts.size or counts.shape != tokens.shape:
@@ -94,8 +94,8 @@ def chain(lengths: Lengths) -> DecodeTree:
 def skewed(num_leaves: int, root_len: int, mean_len: int, seed: int = 0) -> DecodeTree:
     """A root, then binary splits that send a Beta(1/2, 1/2) share of the leaves to one side.
 
-    Most splits are lopsided, so paths differ in depth and a few inner nodes are shared by nearly all
-    queries. Lengths are geometric with the given mean (at least one token).
+    Most splits are lopsided, so paths differ in depth and a few inner nodes are shared by nearly
+    all queries. Lengths are geometric with the given mean (at least one token).
 
     Raises:
         ValueError: num_leaves or mean_len < 1, or root_len < 0.
@@ -128,10 +128,10 @@ def random_tree(
     empty_share: float = 0.1,
     with_query_len: bool = False,
 ) -> DecodeTree:
-    """A random forest with queries anywhere, for property tests: the odd cases are in it on purpose.
+    """A random forest with queries anywhere, for property tests: odd cases are in it on purpose.
 
-    Parents are uniform over earlier nodes; about `empty_share` of the nodes are empty; queries sit on
-    any node, several on one, in random order, so some nodes have no query below.
+    Parents are uniform over earlier nodes; about `empty_share` of the nodes are empty; queries sit
+    on any node, several on one, in random order, so some nodes have no query below.
 
     Args:
         num_nodes: nodes, >= 1.

@@ -11,72 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from deft.csr import IntArray as IntArray
+from deft.csr import LongArray as LongArray
+from deft.csr import as_int32
+from deft.csr import indptr_of as indptr_of
+from deft.csr import segment_arange as segment_arange
+from deft.segments import Segments as Segments
+from deft.segments import cut_segments
 from deft.shape import HeadShape
+from deft.tree_check import check_arrays
 from deft.tree_file import KEYS, OPTIONAL_KEYS, load_arrays, save_arrays, tree_text
 
-IntArray = npt.NDArray[np.int32]
-LongArray = npt.NDArray[np.int64]
-_INT32_MAX = 2**31 - 1
 _TOPOLOGY_CACHES = (
     *("_root_and_depth", "depth", "root", "children", "roots", "leaves", "dfs_rank"),
     *("_levels", "subtree_size", "query_order", "node_queries", "path"),
 )
 
 
-def _as_int32(name: str, values: Any) -> IntArray:
-    array = np.asarray(values)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
-    if not (np.issubdtype(array.dtype, np.integer)):
-        raise ValueError(f"{name} must hold integers, got dtype {array.dtype}")
-    if array.max() > _INT32_MAX or array.min() < -_INT32_MAX:
-        raise ValueError(f"{name} holds a value beyond int32: min {array.min()}, max {array.max()}")
-    out = np.ascontiguousarray(array, dtype=np.int32)
-    frozen = out.base is None and not out.flags.writeable  # another tree's array: safe to share
-    if not frozen and np.may_share_memory(out, array):
-        out = out.copy()
-    out.setflags(write=False)
-    return out
-
-
-def segment_arange(counts: npt.NDArray[Any]) -> LongArray:
-    """0..c-1 for every c in counts, concatenated: the vectorised inner loop of the planners."""
-    counts = np.asarray(counts, np.int64)
-    total = int(counts.sum())
-    starts = np.cumsum(counts) - counts
-    within: LongArray = np.arange(total, dtype=np.int64) - np.repeat(starts, counts)
-    return within
-
-
-def indptr_of(counts: npt.NDArray[Any]) -> LongArray:
-    """CSR offsets of the counts: int64, first element 0."""
-    out = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
-
-
-class Segments(NamedTuple):
-    """Token runs [start, end) of nodes and the range [begin, stop) of `query_order` that sees them.
-
-    is_open: the run grows with its node (its end is the node's length).
-    """
-
-    node: IntArray
-    start: IntArray
-    end: IntArray
-    query_begin: LongArray
-    query_end: LongArray
-    is_open: npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class DecodeTree:
     """A forest of KV nodes and the queries that decode over it.
 
@@ -97,51 +54,19 @@ class DecodeTree:
     query_node: IntArray
     query_len: IntArray | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("parent", "node_len", "query_node"):
-            object.__setattr__(self, name, _as_int32(name, getattr(self, name)))
-        if self.query_len is not None:
-            object.__setattr__(self, "query_len", _as_int32("query_len", self.query_len))
-        self._validate()
-
-    def _validate(self) -> None:
-        n = len(self.parent)
-        if len(self.node_len) != n:
-            raise ValueError(f"parent has {n} nodes but node_len has {len(self.node_len)}")
-        if n == 0 and len(self.query_node):
-            raise ValueError("a tree without nodes cannot have queries")
-        ids = np.arange(n)
-        bad = np.flatnonzero((self.parent < -1) | (self.parent >= n))
-        if bad.size:
-            raise ValueError(f"node {bad[0]} has parent {self.parent[bad[0]]}, want -1..{n - 1}")
-        bad = np.flatnonzero(self.parent >= ids)
-        if bad.size:
-            raise ValueError(
-                f"node {bad[0]} has parent {self.parent[bad[0]]}: parents must come before "
-                "children (a cycle, or nodes out of order)"
-            )
-        bad = np.flatnonzero(self.node_len < 0)
-        if bad.size:
-            raise ValueError(f"node_len of node {bad[0]} is negative: {self.node_len[bad[0]]}")
-        if self.num_tokens > _INT32_MAX:
-            raise ValueError(f"the tree holds {self.num_tokens} tokens, beyond int32")
-        bad = np.flatnonzero((self.query_node < 0) | (self.query_node >= n))
-        if bad.size:
-            got = self.query_node[bad[0]]
-            raise ValueError(f"query {bad[0]} sits on node {got}, want 0..{n - 1}")
-        if self.query_len is not None:
-            if len(self.query_len) != len(self.query_node):
-                raise ValueError(
-                    f"query_len has {len(self.query_len)} entries for {self.num_qo} queries"
-                )
-            own = self.node_len[self.query_node]
-            bad = np.flatnonzero((self.query_len < 0) | (self.query_len > own))
-            if bad.size:
-                i = bad[0]
-                raise ValueError(
-                    f"query_len of query {i} is {self.query_len[i]}, "
-                    f"want 0..{own[i]} (its node's length)"
-                )
+    def __init__(
+        self,
+        parent: npt.ArrayLike,
+        node_len: npt.ArrayLike,
+        query_node: npt.ArrayLike,
+        query_len: npt.ArrayLike | None = None,
+    ) -> None:
+        given = {"parent": parent, "node_len": node_len, "query_node": query_node}
+        for name, values in given.items():
+            object.__setattr__(self, name, as_int32(name, values))
+        cuts = None if query_len is None else as_int32("query_len", query_len)
+        object.__setattr__(self, "query_len", cuts)
+        check_arrays(self.parent, self.node_len, self.query_node, self.query_len)
 
     # ---- sizes -------------------------------------------------------------------------------
     @property
@@ -308,36 +233,7 @@ class DecodeTree:
         A segment is a node, cut at every distinct query_len of the queries that sit on it. Segments
         without tokens or without queries are left out.
         """
-        begin, end = self.node_queries
-        order = np.argsort(self.dfs_rank, kind="stable").astype(np.int32)
-        if self.query_len is None:
-            keep = order[(self.node_len[order] > 0) & (end[order] > begin[order])]
-            zeros = np.zeros(len(keep), np.int32)
-            return Segments(
-                keep, zeros, self.node_len[keep], begin[keep], end[keep], np.ones(len(keep), bool)
-            )
-        # Cut points per node: 0, the distinct query_len on it, its length.
-        ids = np.arange(self.num_nodes)
-        nodes = np.r_[ids, ids, self.query_node]
-        cuts = np.r_[np.zeros(self.num_nodes, np.int64), self.node_len, self.query_len]
-        rank = self.dfs_rank.astype(np.int64) << 32
-        pairs = np.unique(rank[nodes] + cuts)
-        same = pairs[1:] >> 32 == pairs[:-1] >> 32
-        node = order[pairs[:-1][same] >> 32]
-        start, stop = pairs[:-1][same] & _INT32_MAX, pairs[1:][same] & _INT32_MAX
-        # A node's own queries come first in its range, by query_len: shorter than stop drop out.
-        key = np.sort(rank[self.query_node] + self.query_len)
-        first = np.maximum(np.searchsorted(key, rank[node] + stop), begin[node])
-        keep = (stop > start) & (end[node] > first)
-        full = ~np.isin(node, self.query_node)
-        return Segments(
-            node[keep].astype(np.int32),
-            start[keep].astype(np.int32),
-            stop[keep].astype(np.int32),
-            first[keep],
-            end[node][keep],
-            (full & (stop == self.node_len[node]))[keep],
-        )
+        return cut_segments(self)
 
     # ---- derived trees and files -------------------------------------------------------------
     def with_lengths(self, node_len: Sequence[int] | npt.NDArray[Any]) -> DecodeTree:
