@@ -8,7 +8,6 @@ A figure of measured rows and one of predicted rows are two files: NAME and NAME
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig, ListConfig
 
 from experiments import comparison_plots, dot_plots, peers, plots
+from experiments.command_line import USER_ERRORS, WANTS_TRACEBACK, print_error, run_command
 from experiments.derived import BASELINE
 from experiments.figure_data import setting_slugs, source_frames
 from experiments.figure_style import style_context
@@ -239,16 +239,21 @@ def run(config: DictConfig) -> None:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="figures")
-def main(config: DictConfig) -> None:
-    """Entry point: one line on failure, a traceback with HYDRA_FULL_ERROR=1."""
+def _hydra_main(config: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
+    try:  # told here: Hydra would put a line of its own before the error
         run(config)
-    except (ValueError, OSError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except USER_ERRORS as error:
+        if WANTS_TRACEBACK:
             raise
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        print_error(error)
+        sys.exit(1)
+
+
+def main() -> int:
+    """The command; returns its exit code. An error is one line on stderr."""
+    return run_command(_hydra_main)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

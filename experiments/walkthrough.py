@@ -37,6 +37,8 @@ from deft import (
 from deft.plan import Plan
 from deft.reference import visible_tokens
 from deft.testing import LIMITS, make_inputs, row_rms_error
+from experiments.command_line import run_command
+from experiments.drawing import draw_plan
 from experiments.results import ResultsError
 from experiments.tile_picture import tile_figure, write_picture
 
@@ -117,7 +119,8 @@ def run_walkthrough(out_dir: str | Path) -> pd.DataFrame:
     """Count, run and check the three ways, and write the table and the pictures.
 
     Args:
-        out_dir: folder for io_walkthrough.csv and io_walkthrough.{pdf,png}, made where missing.
+        out_dir: folder, made where missing, for io_walkthrough.csv, io_walkthrough.{pdf,png} (masks
+            and reads) and per method tree_<strategy>.{pdf,png} (the tree and its tiles).
 
     Returns:
         One row per method with COLUMNS: items of its plan, tokens that they load (per KV head), the
@@ -131,9 +134,9 @@ def run_walkthrough(out_dir: str | Path) -> pd.DataFrame:
     tree = walkthrough_tree()
     inputs = make_inputs(tree, SHAPE, seed=0)
     dense, _ = reference_attention(inputs.q, inputs.k, inputs.v, tree)
-    rows = []
+    rows, plans = [], {}
     for method in methods(tree):
-        plan = method.plan()
+        plan = plans[method.name] = method.plan()
         reads = int(plan.item_tokens.sum())
         error = row_rms_error(method.run(inputs.q, inputs.k, inputs.v), dense)
         if not error <= LIMITS[SHAPE.dtype]:
@@ -143,11 +146,13 @@ def run_walkthrough(out_dir: str | Path) -> pd.DataFrame:
         rows.append(dict(zip(COLUMNS, values, strict=True)))
     frame: pd.DataFrame = pd.DataFrame(rows, columns=list(COLUMNS))
     out_dir = Path(out_dir)
-    flat = methods(tree)[-1].plan()
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         frame.to_csv(out_dir / "io_walkthrough.csv", index=False)
-        write_picture(tile_figure(flat, frame), out_dir / "io_walkthrough")
+        write_picture(tile_figure(plans["each token once"], frame), out_dir / "io_walkthrough")
+        for name, plan in plans.items():
+            figure = draw_plan(plan, f"{name}: {plan.item_tokens.sum():,} token reads")
+            write_picture(figure, out_dir / f"tree_{plan.strategy}")
     except OSError as error:
         raise ResultsError(
             f"cannot write the walkthrough to {out_dir} ({error.strerror or error}); "
@@ -180,14 +185,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default="results/io_walkthrough", help="folder (default: here)")
     out_dir = Path(parser.parse_args().out)
-    try:
-        frame = run_walkthrough(out_dir)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    frame = run_walkthrough(out_dir)
     Console().print(walkthrough_tree().to_text(), highlight=False)
     Console().print(table(frame))
-    print(f"table and picture of the tree and its tiles in {out_dir}")
+    print(f"table, and pictures of the tree and its tiles per method, in {out_dir}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from deft.testing import LIMITS
-from experiments.tile_picture import node_tiles, tile_figure
+from experiments.tile_picture import tile_figure
 from experiments.walkthrough import (
     NUM_NODES,
     PREFIX_LEN,
@@ -69,13 +69,11 @@ def test_a_wrong_method_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_picture_shows_the_tiles_of_the_plan(frame: pd.DataFrame) -> None:
     plan = methods(walkthrough_tree())[-1].plan()
-    tiles = node_tiles(plan)
-    assert tiles[0].tolist() == list(range(16))
-    assert all(items.tolist() == [16] for items in tiles[1:])
+    item = np.repeat(np.arange(plan.num_items), np.diff(plan.item_run_indptr))
+    assert item[plan.run_node == 0].tolist() == list(range(16)), "the prefix in 16 tiles"
+    assert set(item[plan.run_node > 0].tolist()) == {16}, "the rest in one"
     figure = tile_figure(plan, frame)
-    tree_axes, mask_axes, read_axes = figure.axes
-    names = {text.get_text() for text in tree_axes.texts}
-    assert {"1,024 tokens", "1", "16"} <= names
+    mask_axes, read_axes = figure.axes
     pairs = NUM_NODES * 16 + sum(BELOW)
     assert len(mask_axes.patches) == pairs, "a cell per (query, run) that the masks allow"
     widths = [bar.get_width() for bar in read_axes.patches]
@@ -87,7 +85,8 @@ def test_files_and_errors(tmp_path: Path, frame: pd.DataFrame) -> None:
     again = run_walkthrough(out)
     pd.testing.assert_frame_equal(again, frame)
     names = {path.name for path in out.iterdir()}
-    assert names == {"io_walkthrough.csv", "io_walkthrough.pdf", "io_walkthrough.png"}
+    pictures = ["io_walkthrough", *(f"tree_{strategy}" for strategy in frame["strategy"])]
+    assert names == {"io_walkthrough.csv"} | {f"{p}.{s}" for p in pictures for s in ("pdf", "png")}
     assert table(frame).row_count == 3
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ValueError, match="cannot write the walkthrough"):
