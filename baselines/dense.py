@@ -20,12 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baselines.call_checks import check_call, memory_reason, tree_slots
+from baselines.plan_checks import memory_reason, tree_slots
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.reference import visible_tokens
 from deft.shape import HeadShape, torch_dtype
+from deft.tensor_checks import check_run
 from deft.tree import DecodeTree
 
 _LOGIT_PASSES = 8
@@ -136,7 +137,7 @@ class DenseAttention:
         cache = self._cache
         if cache is None:
             raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_call(q, layer, self._tree, cache, out, lse)
+        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
         out = self._out if out is None else out
         shape = cache.shape
         wide = torch.float64 if shape.dtype == "float64" else torch.float32

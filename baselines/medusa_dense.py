@@ -26,11 +26,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from baselines.call_checks import check_call, memory_reason, tree_slots
+from baselines.plan_checks import memory_reason, tree_slots
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape, torch_dtype
+from deft.tensor_checks import check_run
 from deft.tree import DecodeTree
 
 BACKENDS = {
@@ -215,7 +216,7 @@ class MedusaDenseAttention:
         cache = self._cache
         if cache is None:
             raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_call(q, layer, self._tree, cache, out, lse)
+        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
         shape, tree = cache.shape, self._tree
         target = self._out if out is None else out
         if not tree.num_tokens or not tree.num_qo:

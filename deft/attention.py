@@ -180,7 +180,7 @@ class TreeAttention:
             if self._out is None or (self._out.shape, self._out.dtype) != (q.shape, q.dtype):
                 self._out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             out = self._out
-        check_run(bound, q, layer, out, lse)
+        check_run(bound.plan.tree, bound.cache, q, layer, out, lse)
         scale = bound.plan.shape.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
         if self._backend == "torch":
             from deft.executor import run_torch

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deft.bound_plan import BoundPlan
+from deft.kv_cache import PagedKVCache
 from deft.shape import torch_dtype
+from deft.tree import DecodeTree
 
 
 def check_sm_scale(sm_scale: float | None) -> None:
@@ -28,14 +29,36 @@ def check_tensor(name: str, x: Any, want: Sequence[int], dtype: Any, device: Any
         raise ValueError(f"{name} must be {dtype} on {device}, got {x.dtype} on {x.device}")
 
 
-def check_run(bound: BoundPlan, q: Tensor, layer: int, out: Tensor, lse: Tensor | None) -> None:
-    """The arguments of TreeAttention.run against the bound plan."""
-    shape, cache = bound.plan.shape, bound.cache
-    want = (bound.plan.tree.num_qo, shape.num_qo_heads, shape.head_dim)
-    dtype = torch_dtype(cache.shape.dtype)
-    check_tensor("q", q, want, dtype, cache.device)
-    check_tensor("out", out, want, dtype, cache.device)
-    for name, x in (("q", q), ("out", out)):
+def check_run(
+    tree: DecodeTree,
+    cache: PagedKVCache,
+    q: Tensor,
+    layer: int,
+    out: Tensor | None,
+    lse: Tensor | None,
+    *,
+    contiguous: bool = False,
+) -> None:
+    """The arguments of an attention kernel's run() against what it planned for.
+
+    Args:
+        q: wanted [num_qo, num_qo_heads, head_dim] in the cache's dtype and device, contiguous in
+            head_dim.
+        layer: wanted in 0..num_layers-1.
+        out: like q, or None.
+        lse: wanted fp32 [num_qo, num_qo_heads], contiguous, or None.
+        contiguous: q and out have to be contiguous as a whole.
+
+    Raises:
+        ValueError: what was got and what is wanted.
+    """
+    shape = cache.shape
+    want = (tree.num_qo, shape.num_qo_heads, shape.head_dim)
+    dtype = torch_dtype(shape.dtype)
+    for name, x in (("q", q), *((("out", out),) if out is not None else ())):
+        check_tensor(name, x, want, dtype, cache.device)
+        if contiguous and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
         if x.numel() and x.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in head_dim, got strides {x.stride()}")
     if lse is not None:

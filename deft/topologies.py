@@ -275,11 +275,9 @@ def forest(trees: Sequence[DecodeTree]) -> DecodeTree:
     query_node = np.concatenate([tree.query_node for tree in trees]) + shift
     cuts = None
     if any(tree.query_len is not None for tree in trees):
-        full = [
-            tree.node_len[tree.query_node] if tree.query_len is None else tree.query_len
-            for tree in trees
-        ]
-        cuts = np.concatenate(full)
+        whole = [tree.node_len[tree.query_node] for tree in trees]
+        own = [tree.query_len for tree in trees]
+        cuts = np.concatenate([a if b is None else b for a, b in zip(whole, own, strict=True)])
     node_len = np.concatenate([tree.node_len for tree in trees])
     return DecodeTree(np.where(parent < 0, -1, parent + offset), node_len, query_node, cuts)
 

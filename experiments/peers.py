@@ -7,7 +7,6 @@ emptied L2, so only rows timed that way on an H200 are compared.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +31,7 @@ from experiments.figure_style import (
     series_handles,
     styled,
 )
+from experiments.recordings import shared_folder
 from experiments.results import latest
 
 PEERS_FILE = Path("reference", "peers_h200.csv")
@@ -46,12 +46,6 @@ _STYLES = {
     "flashinfer_cascade_fa3": SeriesStyle(BLACK, ">", is_hollow=True),
 }
 PEERS = tuple(_STYLES)
-
-
-def shared_folder() -> Path:
-    """Folder of the shared reference data; it need not exist."""
-    named = os.environ.get("TREE_BENCH_SHARED")
-    return Path(named) if named else Path(__file__).resolve().parents[2] / "shared"
 
 
 def load_peers(path: str | Path | None = None) -> pd.DataFrame:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from experiments.replays import ReasoningReplay, SpeculativeReplay
+from experiments.recorded import ReasoningReplay, Replay, SpeculativeReplay
+from experiments.recordings import SPECULATIVE_SIZES, load_reasoning, load_speculative
 from experiments.workload import Point, Workload, whole
+
+_reasoning_trees = cache(load_reasoning)
+_recording = cache(load_speculative)
+_FLAT_SIZE = 64  # accepted lengths are the same in every file: this one serves any other width
 
 
 @dataclass
@@ -17,7 +23,7 @@ class _Recorded(Workload):
     num_steps: Any = 8
     max_length: Any = 3000
 
-    def replay(self) -> ReasoningReplay | SpeculativeReplay:
+    def replay(self) -> Replay:
         """The recorded run."""
         raise NotImplementedError
 
@@ -25,8 +31,6 @@ class _Recorded(Workload):
         """See Workload; the first and the last step are always among them."""
         for one in cast("Iterator[_Recorded]", self.variants()):
             replay = one.replay()
-            if replay.num_steps < 1:
-                raise ValueError("workload.max_length leaves no step after the prompt")
             wanted = min(whole("num_steps", one.num_steps, 1), replay.num_steps)
             for step in np.unique(np.linspace(1, replay.num_steps, wanted).round().astype(int)):
                 yield from one.batched(Point(one.name(), int(step), replay.tree(int(step))))
@@ -43,9 +47,14 @@ class Reasoning(_Recorded):
 
     def replay(self) -> ReasoningReplay:
         """See _Recorded."""
-        prompt = None if self.prompt_len is None else whole("prompt_len", self.prompt_len)
-        index, longest = whole("tree_index", self.tree_index), whole("max_length", self.max_length)
-        return ReasoningReplay(str(self.task), index, prompt, longest)
+        trees, index = _reasoning_trees(str(self.task)), whole("tree_index", self.tree_index)
+        if index >= len(trees):
+            raise ValueError(
+                f"workload.tree_index: {self.task} holds complete trees 0..{len(trees) - 1}, "
+                f"got {index}"
+            )
+        prompt = None if self.prompt_len is None else whole("prompt_len", self.prompt_len, 1)
+        return ReasoningReplay(trees[index], prompt, whole("max_length", self.max_length, 1))
 
     def name(self) -> str:
         """See Workload."""
@@ -67,12 +76,15 @@ class SpeculativeTree(_Recorded):
 
     def replay(self) -> SpeculativeReplay:
         """See _Recorded."""
+        size = whole("size", self.size, 1)
+        file_size = _FLAT_SIZE if self.flat and size not in SPECULATIVE_SIZES else size
         return SpeculativeReplay(
-            whole("size", self.size, 1),
-            whole("record", self.record),
-            whole("prompt_len", self.prompt_len),
-            whole("max_length", self.max_length),
-            self.flat,
+            _recording(file_size),
+            "flat" if self.flat else "tree",
+            whole("prompt_len", self.prompt_len, 1),
+            whole("max_length", self.max_length, 1),
+            num_candidates=size if self.flat else None,
+            record=whole("record", self.record),
         )
 
     def name(self) -> str:

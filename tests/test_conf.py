@@ -8,7 +8,7 @@ import pytest
 
 from experiments import bench
 from experiments.config import CONF_DIR, compose_job, kernel_names
-from experiments.replays import recorded_dir
+from experiments.recordings import shared_folder
 
 PRESETS = sorted(path.stem for path in (CONF_DIR / "experiment").glob("*.yaml"))
 NEEDS_INPUT = {"file": "workload.path", "suite": "workload.trees"}
@@ -41,8 +41,11 @@ def test_kernels_and_models_live_side_by_side() -> None:
 
 @pytest.mark.parametrize("workload", choices("workload"))
 def test_workload_files_give_points(workload: str) -> None:
-    if workload.split("_")[0] in ("reasoning", "speculative") and not recorded_dir().is_dir():
-        pytest.skip(f"no recorded workloads at {recorded_dir()}")
+    if (
+        workload.split("_")[0] in ("reasoning", "speculative")
+        and not (shared_folder() / "workloads").is_dir()
+    ):
+        pytest.skip(f"no recorded workloads at {shared_folder()}")
     job = compose_job([f"workload={workload}"])
     if workload in NEEDS_INPUT:
         with pytest.raises(ValueError, match=NEEDS_INPUT[workload]):
@@ -68,7 +71,7 @@ def test_presets_compose_and_list_their_points(
 
 
 def test_layered_suite_is_the_published_45_cases() -> None:
-    path = recorded_dir().parent / "reference" / "peers_h200.csv"
+    path = shared_folder() / "reference" / "peers_h200.csv"
     if not path.is_file():
         pytest.skip(f"no reference figures at {path}")
     job = compose_job(["+experiment=layered_suite"])

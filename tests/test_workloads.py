@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 
 from deft import DecodeTree
-from experiments.replays import (
-    REASONING_TASKS,
-    ReasoningReplay,
-    SpeculativeReplay,
-    accepted_lengths,
-    recorded_dir,
-)
+from experiments.recordings import REASONING_TASKS, shared_folder
 from experiments.results import workload_axes
 from experiments.workloads import families, workload_of
 
 RECORDED = ("reasoning", "speculative_tree", "speculative_flat")
+RECORDED_DIR = shared_folder() / "workloads"
 needs_recordings = pytest.mark.skipif(
-    not recorded_dir().is_dir(), reason=f"no recorded workloads at {recorded_dir()}"
+    not RECORDED_DIR.is_dir(), reason=f"no recorded workloads at {RECORDED_DIR}"
 )
 
 
@@ -51,8 +46,8 @@ def test_batch_is_a_forest_that_shares_nothing() -> None:
 
 @pytest.mark.parametrize("family", sorted(set(families()) - {"file", "suite"}))
 def test_equal_names_mean_equal_trees(family: str) -> None:
-    if family in RECORDED and not recorded_dir().is_dir():
-        pytest.skip(f"no recorded workloads at {recorded_dir()}")
+    if family in RECORDED and not RECORDED_DIR.is_dir():
+        pytest.skip(f"no recorded workloads at {RECORDED_DIR}")
     first, again = (list(workload_of({"family": family}).points()) for _ in range(2))
     assert [(p.name, p.step) for p in first] == [(p.name, p.step) for p in again]
     assert len({(p.name, p.step) for p in first}) == len(first)
@@ -95,60 +90,39 @@ def test_refusals_say_what_is_wanted(config: dict[str, object], message: str) ->
 TOKEN_BYTES = 524_288
 
 
+def tokens_of_all_steps(config: dict[str, object]) -> int:
+    points = workload_of({**config, "num_steps": 10_000}).points()
+    return sum(point.tree.num_tokens for point in points)
+
+
 @needs_recordings
 @pytest.mark.parametrize(
-    ("task", "flatten_bytes", "sequence_bytes"),
+    ("config", "flatten_bytes"),
     [
-        ("sorting128", 4_970_801_266_688, 22_838_040_330_240),
-        ("docmerge", 5_559_063_937_024, 21_610_823_155_712),
-        ("keyword", 505_314_541_568, 3_786_854_105_088),
-        ("set128", 251_655_618_560, 1_692_767_617_024),
+        ({"task": "sorting128", "family": "reasoning"}, 4_970_801_266_688),
+        ({"task": "set128", "family": "reasoning"}, 251_655_618_560),
+        ({"size": 32, "family": "speculative_flat"}, 2_953_726_394_368),
+        ({"size": 256, "family": "speculative_flat"}, 3_130_709_245_952),
     ],
 )
-def test_reasoning_replay_reproduces_the_recorded_counters(
-    task: str, flatten_bytes: int, sequence_bytes: int
+def test_points_are_the_trees_of_the_recorded_counters(
+    config: dict[str, object], flatten_bytes: int
 ) -> None:
-    replay = ReasoningReplay(task, 0, 1000, 3000)
-    trees = [replay.tree(step) for step in range(1, replay.num_steps + 1)]
-    assert sum(tree.num_tokens for tree in trees) * TOKEN_BYTES == flatten_bytes
-    assert sum(int(tree.query_kv_len.sum()) for tree in trees) * TOKEN_BYTES == sequence_bytes
+    if config["family"] == "reasoning":
+        config = {**config, "prompt_len": 1000}
+    assert tokens_of_all_steps(config) * TOKEN_BYTES == flatten_bytes
 
 
 @needs_recordings
-@pytest.mark.parametrize(
-    ("size", "flatten_bytes"),
-    [
-        (32, 2_953_726_394_368),
-        (64, 2_979_009_658_880),
-        (128, 3_029_576_187_904),
-        (256, 3_130_709_245_952),
-    ],
-)
-def test_flat_replay_reproduces_the_recorded_counters(size: int, flatten_bytes: int) -> None:
-    replay = SpeculativeReplay(size, 0, 1016, 6000, flat=True)
-    assert replay.num_steps == 1507
-    tokens = [replay.tree(step).num_tokens for step in range(1, replay.num_steps + 1)]
-    assert sum(tokens) * TOKEN_BYTES == flatten_bytes
-
-
-@needs_recordings
-def test_tree_replay_accepts_at_most_its_depth() -> None:
-    replay = SpeculativeReplay(5, 0, 100, 400)
-    deepest = max(map(len, replay.choices)) + 1
-    assert np.diff(replay.root_len).max() <= deepest
-    assert replay.tree(1).num_qo == len(replay.choices) + 1
-
-
-def test_accepted_lengths_add_up() -> None:
-    assert accepted_lengths([2, 3, 4], 5).tolist() == [2, 3]
-    drawn = accepted_lengths([2, 3, 4], 100)
-    assert drawn[:3].tolist() == [2, 3, 4]
-    assert drawn.sum() == 100
-    assert set(drawn[3:-1].tolist()) <= {2, 3, 4}
+def test_a_flat_replay_takes_any_width_and_a_tree_replay_the_recorded_ones() -> None:
+    (point,) = workload_of({"family": "speculative_flat", "size": 7, "num_steps": 1}).points()
+    assert point.tree.num_qo == 7
+    with pytest.raises(ValueError, match="size must be one of"):
+        list(workload_of({"family": "speculative_tree", "size": 7}).points())
 
 
 @needs_recordings
 @pytest.mark.parametrize("task", REASONING_TASKS)
 def test_an_unknown_tree_names_the_range(task: str) -> None:
     with pytest.raises(ValueError, match="complete trees 0"):
-        ReasoningReplay(task, 10_000)
+        list(workload_of({"family": "reasoning", "task": task, "tree_index": 10_000}).points())

@@ -1,0 +1,44 @@
+"""What the dense baselines share: a limit on their buffers, and the pool slots of a tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from deft.kv_cache import PagedKVCache
+from deft.tree import DecodeTree, LongArray
+
+MEMORY_LIMIT_BYTES = 16 << 30  # what a dense method may take beside the KV cache
+
+
+def memory_reason(what: str, num_bytes: int) -> str | None:
+    """Why a method is unsupported when its own buffers would take num_bytes, or None."""
+    if num_bytes <= MEMORY_LIMIT_BYTES:
+        return None
+    limit = MEMORY_LIMIT_BYTES >> 30
+    return f"{what} would take {num_bytes / 2**30:.1f} GiB, limit {limit} GiB; use a smaller tree"
+
+
+def tree_slots(
+    tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None
+) -> LongArray:
+    """int64 [num_tokens]: pool slot of every token, in node order.
+
+    Args:
+        nodes: cache handle of each tree node; default 0..num_nodes-1.
+
+    Raises:
+        ValueError: the cache does not hold these nodes with the tree's lengths.
+    """
+    handles = np.arange(tree.num_nodes) if nodes is None else np.asarray(nodes, np.int64)
+    if len(handles) != tree.num_nodes:
+        raise ValueError(f"nodes has {len(handles)} handles for {tree.num_nodes} nodes")
+    indptr, slots = cache.slots(handles)
+    wrong = np.flatnonzero(np.diff(indptr) != tree.node_len)
+    if wrong.size:
+        bad = int(wrong[0])
+        raise ValueError(
+            f"node {bad} holds {indptr[bad + 1] - indptr[bad]} tokens in the cache and "
+            f"{tree.node_len[bad]} in the tree; write the tree to the cache first"
+        )
+    return slots
