@@ -227,7 +227,7 @@ def test_a_lost_gpu_writes_its_row_and_ends_the_process(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "experiments.bench", "kernel=[deft_node]", "model=tiny_4_2"]
     words += [broken("LosesTheDevice"), "workload=smoke", f"results_dir={tmp_path}"]
     done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=120)
-    assert done.returncode == bench.LOST_DEVICE
+    assert done.returncode == bench.LOST_DEVICE, done.stderr[-2000:]
     assert "resume=true" in done.stderr
     assert load_rows(tmp_path)["status"].tolist() == ["error"]
 
@@ -241,10 +241,7 @@ def test_rows_of_a_gpu(tmp_path: Path) -> None:
     assert (df["status"] == "ok").all()
     assert df["cold_l2"].all()
     assert (df["latency_samples_us"].str.len() >= 20).all()
-    assert set(df[df["kernel"] == "deft_flatten"]["timer"]) == {"graph"}
-    dense = df[df["kernel"] == "dense"]
-    assert set(dense["timer"]) == {"eager"}
-    assert dense["status_detail"].str.contains("not captured").all()
+    assert set(df["timer"]) == {"graph"}
 
 
 def test_a_killed_job_leaves_its_rows(tmp_path: Path) -> None:

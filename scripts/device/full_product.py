@@ -1,6 +1,6 @@
 """Every group x head_dim x page size x strategy x dtype on one GPU against the fp64 oracle.
 
-    python scripts/device/full_product.py --out DIR [--workers 12]
+    python scripts/device/full_product.py --out DIR [--workers 12] [--dtypes bfloat16]
 
 Groups 1-8, 12, 16; head_dim 64-256; pages 1, 16, 64; fp16, bf16; a tree with tile-edge lengths,
 empty nodes, inner queries, in a shuffled pool whose free slots are NaN. Row error and the q = 0
@@ -81,10 +81,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     args = parser.parse_args()
     begin = time.time()
     # Large head dims compile longest: they go first.
-    layouts = sorted(itertools.product(GROUPS, HEAD_DIMS, DTYPES), key=lambda x: -x[1])
+    layouts = sorted(itertools.product(GROUPS, HEAD_DIMS, args.dtypes), key=lambda x: -x[1])
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         rows = [row for part in pool.imap_unordered(check_layout, layouts, 1) for row in part]
     Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ def main() -> None:
             ["group", "head_dim", "page", "dtype", "tree", "strategy", "row_rms", "mass", "right"]
         )
         writer.writerows(rows)
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         mine = [row for row in rows if row[3] == dtype]
         worst = max(float(row[6]) for row in mine)
         right = sum(bool(row[-1]) for row in mine)
