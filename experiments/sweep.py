@@ -61,6 +61,7 @@ class Sweep:
             raise ConfigError("timing=cpu times on the CPU: add device=cpu, or use timing=graph")
         self.device_model = self._pick_device_model()
         self.tasks = list(self._tasks())
+        self._last_error: Exception | None = None
         command = ["python", "-m", "experiments.bench", *job.overrides]
         self._environment: Row = {
             **environment.device_columns(self.device),
@@ -157,7 +158,7 @@ class Sweep:
                 row = self._row(task, name, case)
                 keep(row)
                 advance(task, 1)
-                if row["status"] == "error" and is_device_lost():
+                if self._last_error is not None:
                     raise StickyCudaError(
                         f"{name} at {task.point.name}: {row['status_detail']}; the GPU context is "
                         "lost. Rows so far are kept; go on with resume=true (and without this "
@@ -207,6 +208,8 @@ class Sweep:
                 row.update(self._outcome(task, name, case))
         except Exception as error:  # whatever a kernel raises is its row, and the sweep goes on
             row.update(failed_columns(error))
+            if is_device_lost():
+                self._last_error = error  # freeing the tensors of its frames would abort now
         row["resume_key"] = self.key(task, name)
         row["timestamp_utc"] = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         return row

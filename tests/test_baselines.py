@@ -261,13 +261,13 @@ def test_bad_calls_say_what_is_wanted(kernel_class: type[Kernel]) -> None:
     with pytest.raises(ValueError, match="nodes has 2 handles for 3 nodes"):
         kernel.plan(SMALL, cache, np.arange(2))
     kernel.plan(SMALL, cache)
-    with pytest.raises(ValueError, match="q must be torch.float16 on cpu, got torch.float32"):
+    with pytest.raises(ValueError, match=r"q must be torch.float16 on cpu, got torch\.float32"):
         kernel.run(inputs.q.float())
     with pytest.raises(ValueError, match="q must be contiguous"):
         kernel.run(inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
     with pytest.raises(ValueError, match=r"layer must be in 0\.\.0"):
         kernel.run(inputs.q, 1)
-    with pytest.raises(ValueError, match="lse must be torch.float32"):
+    with pytest.raises(ValueError, match=r"lse must be torch\.float32"):
         kernel.run(inputs.q, lse=torch.empty(2, 4, dtype=torch.float16))
 
 
