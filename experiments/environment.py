@@ -78,7 +78,7 @@ def code_columns() -> dict[str, Any]:
     """
     status = _command("git", "status", "--porcelain", "--untracked-files=no")
     commit = _command("git", "rev-parse", "HEAD")
-    named = os.environ.get("TREE_BENCH_COMMIT")
+    named = os.environ.get("TREE_BENCH_COMMIT") or None
     if commit is None:
         status = "" if named else None
     return {

@@ -52,6 +52,6 @@ def test_a_copy_without_history_takes_the_named_commit(monkeypatch) -> None:
     monkeypatch.setenv("TREE_BENCH_COMMIT", "abc123")
     columns = environment.code_columns()
     assert (columns["commit"], columns["dirty"]) == ("abc123", False)
-    monkeypatch.delenv("TREE_BENCH_COMMIT")
+    monkeypatch.setenv("TREE_BENCH_COMMIT", "")
     columns = environment.code_columns()
     assert (columns["commit"], columns["dirty"]) == (None, None)
