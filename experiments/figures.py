@@ -241,7 +241,6 @@ def run(config: DictConfig) -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="figures")
 def _hydra_main(config: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("fontTools").setLevel(logging.WARNING)
     try:  # told here: Hydra would put a line of its own before the error
         run(config)
     except USER_ERRORS as error:

@@ -1,0 +1,56 @@
+"""The README's table is what the command prints from the committed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments.markdown_table import markdown, reference_table, table_rows
+from experiments.recordings import shared_folder
+from experiments.reference_rows import REFERENCE
+from experiments.schema import checked_row, to_table
+from tests.synthetic import synthetic_row
+
+ROOT = Path(__file__).parents[1]
+NAME = "layered_1-2-64_8-256-32"
+
+
+def frame(*rows: dict[str, object]) -> pd.DataFrame:
+    return to_table([checked_row({**row, "model": "llama3_8b"}) for row in rows]).to_pandas()
+
+
+def rows() -> pd.DataFrame:
+    change = {"workload": NAME, "gpu": "NVIDIA H200", "floor_us": 6.0}
+    fast = synthetic_row("deft_flatten", latency_us_p50=20.0, **change)
+    slow = synthetic_row("flash_decoding", latency_us_p50=30.04, **change)
+    change |= {"status": "incorrect", "latency_us_p50": None}
+    wrong = synthetic_row("deft_paper", **change)
+    return frame(slow, fast, wrong)
+
+
+def test_a_line_holds_medians_the_winner_and_a_dash_for_what_was_wrong() -> None:
+    last = markdown(table_rows(rows(), "llama3_8b")).splitlines()[-1]
+    assert last == "| 1-2-64 / 8-256-32 | 6.0 | 20.0 | 30.0 | - | - | deft_flatten 20.0 |"
+
+
+def test_peers_are_ratios_to_flatten() -> None:
+    peers = pd.DataFrame([{"workload": NAME, "num_qo_heads": 32, "num_kv_heads": 8}])
+    names = ("fasttree", "pat", "deft_port", "flashinfer_decode", "flashinfer_batch_nodes")
+    peers[[f"{name}_us" for name in names]] = [[22.0, 25.0, 50.0, 40.0, 60.0]]
+    peers[["flashinfer_cascade_fa2_us", "flashinfer_cascade_fa3_us"]] = [[48.0, 44.0]]
+    line = table_rows(rows(), "llama3_8b", peers=peers).iloc[0]
+    assert line[["deft_port", "cascade", "best peer"]].tolist() == [2.5, 2.2, 1.1]
+
+
+def test_a_model_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="no measured rows of model 'mqa_16_1'"):
+        table_rows(rows(), "mqa_16_1")
+
+
+def test_the_readme_shows_the_committed_rows() -> None:
+    folder = REFERENCE / "layered_suite"
+    if not (shared_folder() / "reference").is_dir():
+        pytest.skip(f"no peers' figures in {shared_folder()}")
+    assert reference_table(folder, "llama3_8b") in (ROOT / "README.md").read_text()
