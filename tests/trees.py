@@ -45,6 +45,9 @@ STRATEGIES = {
     "flatten_cap": ("flatten", {"block_kv": 64, "query_cap": 2}),
     "cascade": ("cascade", {}),
     "deft_paper": ("deft_paper", {}),
+    "hydragen": ("hydragen", {}),
+    "fasttree": ("fasttree", {}),
+    "pat": ("pat", {}),
 }
 
 

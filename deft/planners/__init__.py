@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from deft.plan import Plan
 from deft.planners.flatten import plan_deft_paper, plan_flatten
+from deft.planners.hydragen import plan_hydragen
+from deft.planners.merge_or_split import plan_fasttree, plan_pat
 from deft.planners.node import plan_cascade, plan_node, plan_node_chunk
 from deft.planners.sequence import plan_sequence
 from deft.shape import DTYPE_BYTES, HeadShape
@@ -24,6 +26,9 @@ PLANNERS: dict[str, Callable[..., Plan]] = {
     "flatten": plan_flatten,
     "cascade": plan_cascade,
     "deft_paper": plan_deft_paper,
+    "hydragen": plan_hydragen,
+    "fasttree": plan_fasttree,
+    "pat": plan_pat,
 }
 
 

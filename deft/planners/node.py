@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from deft.plan import Plan
 from deft.plan_builder import WorkList, build_plan
@@ -18,15 +19,23 @@ if TYPE_CHECKING:
     from deft.device_model import DeviceModel
 
 
-def _tiled_nodes(
+def tiled_segments(
     tree: DecodeTree,
     shape: HeadShape,
     tiles: tuple[TileConfig, ...],
     block: int,
+    which: npt.NDArray[np.bool_] | None = None,
     by_level: bool = False,
 ) -> WorkList:
-    """Items = (segment, chunk of block tokens, tile of queries), in depth-first order."""
+    """Items = (segment, chunk of block tokens, tile of queries), in depth-first order.
+
+    Args:
+        which: bool [num_segments], the segments to take; default all.
+        by_level: a phase per level of the tree.
+    """
     seg = tree.segments
+    if which is not None:
+        seg = seg._replace(**{name: value[which] for name, value in seg._asdict().items()})
     length = (seg.end - seg.start).astype(np.int64)
     cap = tiles[-1].queries_per_item(shape.group_size)
     chunks = -(-length // block)
@@ -53,9 +62,10 @@ def _tiled_nodes(
     )
 
 
-def _node_block(
+def node_block(
     tree: DecodeTree, shape: HeadShape, tiles: tuple[TileConfig, ...], device: DeviceModel | None
 ) -> int:
+    """Tokens per chunk of a node such that the chunks fill the SMs."""
     seg = tree.segments
     cap = tiles[-1].queries_per_item(shape.group_size)
     tile_tokens = ((seg.end - seg.start) * -(-(seg.query_end - seg.query_begin) // cap)).sum()
@@ -74,7 +84,7 @@ def plan_node(
     """DeFT-Node: a node is one item, however long (per tile of queries)."""
     tiles = resolve_tiles(tile, shape)
     return build_plan(
-        "node", tree, shape, tiles, _tiled_nodes(tree, shape, tiles, 2**31), partial_dtype
+        "node", tree, shape, tiles, tiled_segments(tree, shape, tiles, 2**31), partial_dtype
     )
 
 
@@ -96,11 +106,11 @@ def plan_node_chunk(
         ValueError: block_kv below 1.
     """
     tiles = resolve_tiles(tile, shape)
-    block = _node_block(tree, shape, tiles, device) if block_kv is None else block_kv
+    block = node_block(tree, shape, tiles, device) if block_kv is None else block_kv
     if block < 1:
         raise ValueError(f"block_kv must be positive, got {block}")
     return build_plan(
-        "node_chunk", tree, shape, tiles, _tiled_nodes(tree, shape, tiles, block), partial_dtype
+        "node_chunk", tree, shape, tiles, tiled_segments(tree, shape, tiles, block), partial_dtype
     )
 
 
@@ -119,8 +129,8 @@ def plan_cascade(
     Rule of FlashInfer's multi-level cascade (Ye et al., "Cascade Inference", 2024), on our kernels.
     """
     tiles = resolve_tiles(tile, shape)
-    block = _node_block(tree, shape, tiles, device) if block_kv is None else block_kv
+    block = node_block(tree, shape, tiles, device) if block_kv is None else block_kv
     if block < 1:
         raise ValueError(f"block_kv must be positive, got {block}")
-    work = _tiled_nodes(tree, shape, tiles, block, by_level=True)
+    work = tiled_segments(tree, shape, tiles, block, by_level=True)
     return build_plan("cascade", tree, shape, tiles, work, partial_dtype)

@@ -6,6 +6,7 @@ FlashDecoding / PagedAttention v2 (the path cut in parts, merged afterwards).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,24 +46,35 @@ def plan_sequence(
         ValueError: split_len is neither None, "auto" nor a positive number.
     """
     tiles = resolve_tiles(tile, shape)
+    heads = tiles[0].ctas_per_item(shape)
+    work = path_items(tree, lambda tokens: split_block(split_len, tokens, heads, device))
+    return build_plan("sequence", tree, shape, tiles, work, partial_dtype)
+
+
+def path_items(tree: DecodeTree, split: Callable[[int], int], from_depth: int = 0) -> WorkList:
+    """Items = (query, split of its path), the path from a depth on.
+
+    Args:
+        split: tokens of all paths -> tokens per item.
+        from_depth: nodes above it are left to others.
+    """
     order = tree.query_order
     indptr, path_node = tree.path
-    counts = np.diff(indptr)[order]
-    at = np.repeat(indptr[order], counts) + segment_arange(counts)
+    counts = np.maximum(np.diff(indptr)[order] - from_depth, 0)
+    at = np.repeat(indptr[order] + from_depth, counts) + segment_arange(counts)
     node = path_node[at]
     end = tree.node_len[node].astype(np.int64)
-    own = indptr_of(counts)[1:] - 1
     if tree.query_len is not None:
-        end[own] = tree.query_len[order]
+        has_own = counts > 0
+        end[indptr_of(counts)[1:][has_own] - 1] = tree.query_len[order][has_own]
     is_open = np.full(len(node), tree.query_len is None)
     keep = end > 0
     runs = np.bincount(np.repeat(np.arange(len(order)), counts)[keep], minlength=len(order))
     node, end, is_open = node[keep], end[keep], is_open[keep]
-    block = _split_block(split_len, int(end.sum()), tiles[0].ctas_per_item(shape), device)
-    block_indptr, piece_block, run, start = cut_streams(indptr_of(runs), end, block)
+    block_indptr, piece_block, run, start = cut_streams(indptr_of(runs), end, split(int(end.sum())))
     stop = piece_ends(run, start, end)
     query = np.repeat(np.arange(len(order)), np.diff(block_indptr))
-    work = WorkList(
+    return WorkList(
         query_begin=query,
         query_end=query + 1,
         run_indptr=indptr_of(np.bincount(piece_block, minlength=len(query))),
@@ -73,12 +85,16 @@ def plan_sequence(
         run_query_begin=query[piece_block],
         run_query_end=query[piece_block] + 1,
     )
-    return build_plan("sequence", tree, shape, tiles, work, partial_dtype)
 
 
-def _split_block(
+def split_block(
     split_len: int | str | None, tokens: int, heads: int, device: DeviceModel | None
 ) -> int:
+    """Tokens per split: split_len, or what fills the SMs for "auto", or all for None.
+
+    Raises:
+        ValueError: split_len is neither None, "auto" nor a positive number.
+    """
     if split_len is None:
         return 2**31
     if split_len == "auto":

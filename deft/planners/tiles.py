@@ -88,11 +88,14 @@ def auto_block_kv(
 
 
 def cut_streams(
-    run_indptr: npt.NDArray[np.int64], length: npt.NDArray[Any], block: int
+    run_indptr: npt.NDArray[np.int64], length: npt.NDArray[Any], block: int | npt.NDArray[Any]
 ) -> tuple[
     npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
 ]:
     """Cut CSR streams of runs in equal blocks, across run borders.
+
+    Args:
+        block: tokens per block, one number or one per stream.
 
     Returns:
         (block_indptr [streams + 1], piece_block, piece_run, piece_start): blocks of each stream,
@@ -104,14 +107,16 @@ def cut_streams(
     stream = np.repeat(np.arange(len(run_indptr) - 1), np.diff(run_indptr))
     offset = total[:-1] - total[run_indptr[:-1]][stream]  # of each run within its stream
     stream_len = total[run_indptr[1:]] - total[run_indptr[:-1]]
-    blocks = -(-stream_len // block)
+    per_stream = np.broadcast_to(np.asarray(block, np.int64), stream_len.shape)
+    blocks = -(-stream_len // per_stream)
     block_indptr = np.r_[0, np.cumsum(blocks)]
-    first, last = offset // block, (offset + np.maximum(length, 1) - 1) // block
+    size = per_stream[stream]
+    first, last = offset // size, (offset + np.maximum(length, 1) - 1) // size
     pieces = np.where(length > 0, last - first + 1, 0)
     piece_run = np.repeat(np.arange(len(length)), pieces)
     within = np.arange(len(piece_run)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     number = first[piece_run] + within
-    piece_start = np.maximum(number * block - offset[piece_run], 0)
+    piece_start = np.maximum(number * size[piece_run] - offset[piece_run], 0)
     return block_indptr, block_indptr[stream[piece_run]] + number, piece_run, piece_start
 
 
