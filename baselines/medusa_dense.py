@@ -17,8 +17,6 @@ A dense mask gives invisible V a weight of 0: a NaN anywhere in the tree reaches
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -27,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from baselines.plan_checks import memory_reason, tree_slots
+from baselines.tree_kv import tree_kv
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
@@ -148,27 +147,13 @@ class MedusaDenseAttention:
         self._tree, self._cache = tree, cache
 
     def _lay_out(self, cache: PagedKVCache, slots: npt.NDArray[np.int64]) -> None:
-        shape = cache.shape
-        pools = [*cache.k_cache, *cache.v_cache]
-        flat = [pool.view(-1, shape.num_kv_heads, shape.head_dim) for pool in pools]
-        first = int(slots[0]) if len(slots) else 0
-        if np.array_equal(slots, first + np.arange(len(slots))):
-            kv = [pool.narrow(0, first, len(slots)) for pool in flat]
-            self.kv_layout, self.layout_us, self.layout_bytes = "shared", 0.0, 0
-            self.plan_upload_bytes = 0
-        else:
-            _synchronize(cache.device)
-            begin = time.perf_counter()
-            where = torch.from_numpy(slots).to(cache.device)
-            kv = [pool.index_select(0, where) for pool in flat]
-            _synchronize(cache.device)
-            self.layout_us = (time.perf_counter() - begin) * 1e6
-            self.kv_layout = "own_copy"
-            self.layout_bytes = 2 * len(slots) * shape.kv_token_bytes * len(cache.k_cache)
-            self.plan_upload_bytes = where.numel() * where.element_size()
+        found = tree_kv(cache, slots)
+        self.kv_layout, self.layout_us = found.kv_layout, found.layout_us
+        self.layout_bytes, self.plan_upload_bytes = found.layout_bytes, found.upload_bytes
         # [group, num_kv_heads, num_tokens, head_dim], the group with stride 0.
-        views = [x.transpose(0, 1).expand(shape.group_size, -1, -1, -1) for x in kv]
-        self._k, self._v = views[: len(cache.k_cache)], views[len(cache.k_cache) :]
+        expand = (cache.shape.group_size, -1, -1, -1)
+        self._k = [k.transpose(0, 1).expand(expand) for k in found.k]
+        self._v = [v.transpose(0, 1).expand(expand) for v in found.v]
 
     def _build_mask(self, tree: DecodeTree, shape: HeadShape, device: torch.device) -> None:
         """Additive mask [group, num_kv_heads, num_qo, num_tokens], heads with stride 0."""
@@ -246,8 +231,3 @@ def _mask_width(tree: DecodeTree) -> int:
 
 def _mask_bytes(tree: DecodeTree, shape: HeadShape) -> int:
     return tree.num_qo * _mask_width(tree) * shape.dtype_bytes
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baselines.dense import DenseAttention
+from baselines.flex_attention import FlexAttention
 from baselines.medusa_dense import MedusaDenseAttention
 from deft.attention import AttentionKernel
 from deft.device_model import DeviceModel
@@ -28,8 +29,8 @@ from deft.testing import (
 )
 from deft.tree import DecodeTree
 
-Kernel = DenseAttention | MedusaDenseAttention
-KERNELS: list[Callable[[], Kernel]] = [DenseAttention, MedusaDenseAttention]
+Kernel = DenseAttention | FlexAttention | MedusaDenseAttention
+KERNELS: list[Callable[[], Kernel]] = [DenseAttention, FlexAttention, MedusaDenseAttention]
 SMALL = DecodeTree([-1, 0, 0], [3, 2, 1], [1, 2])
 TREES = {
     "small": SMALL,
@@ -67,6 +68,8 @@ def test_output_equals_the_oracle(
 ) -> None:
     inputs = make_inputs(tree, shape, seed=3)
     kernel = kernel_class()
+    if reason := kernel.unsupported(shape, tree, 4, "cpu"):
+        pytest.skip(reason)
     # Scattered pages, and NaN in every slot that the tree does not own.
     o, lse = run_on(
         kernel, tree, shape, inputs, page_size=4, poison=True, spare_pages=3, scatter_seed=1
