@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baselines.cudnn_prefix import CudnnPrefixAttention
 from baselines.dense import DenseAttention
 from baselines.flex_attention import FlexAttention
 from baselines.medusa_dense import MedusaDenseAttention
@@ -29,8 +30,13 @@ from deft.testing import (
 )
 from deft.tree import DecodeTree
 
-Kernel = DenseAttention | FlexAttention | MedusaDenseAttention
-KERNELS: list[Callable[[], Kernel]] = [DenseAttention, FlexAttention, MedusaDenseAttention]
+Kernel = CudnnPrefixAttention | DenseAttention | FlexAttention | MedusaDenseAttention
+KERNELS: list[Callable[[], Kernel]] = [
+    CudnnPrefixAttention,
+    DenseAttention,
+    FlexAttention,
+    MedusaDenseAttention,
+]
 SMALL = DecodeTree([-1, 0, 0], [3, 2, 1], [1, 2])
 TREES = {
     "small": SMALL,
