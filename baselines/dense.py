@@ -20,11 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baselines.plan_checks import memory_reason, tree_slots
+from baselines.plan_checks import memory_reason, path_tokens, tree_slots
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
-from deft.reference import visible_tokens
 from deft.shape import HeadShape, torch_dtype
 from deft.tensor_checks import check_run
 from deft.tree import DecodeTree
@@ -102,9 +101,7 @@ class DenseAttention:
             ValueError: the cache does not hold the tree.
         """
         slots = tree_slots(tree, cache, nodes)
-        paths = [visible_tokens(tree, query) for query in range(tree.num_qo)]
-        tokens = np.concatenate([np.zeros(0, np.int64), *paths])
-        table = torch.from_numpy(slots[tokens].astype(np.int32)).to(cache.device)
+        table = torch.from_numpy(slots[path_tokens(tree)[1]].astype(np.int32)).to(cache.device)
         self._slots = torch.split_with_sizes(table, tree.query_kv_len.tolist())
         shape = cache.shape
         self._out = torch.empty(

@@ -1,4 +1,4 @@
-"""What the dense baselines share: a limit on their buffers, and the pool slots of a tree."""
+"""What baselines share: a limit on their buffers, a tree's pool slots, the tokens of its paths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft.kv_cache import PagedKVCache
-from deft.tree import DecodeTree, LongArray
+from deft.tree import DecodeTree, LongArray, indptr_of, segment_arange
 
 MEMORY_LIMIT_BYTES = 16 << 30  # what a dense method may take beside the KV cache
 
@@ -42,3 +42,13 @@ def tree_slots(
             f"{tree.node_len[bad]} in the tree; write the tree to the cache first"
         )
     return slots
+
+
+def path_tokens(tree: DecodeTree) -> tuple[LongArray, LongArray]:
+    """(indptr [num_qo + 1], tokens): CSR by query, the node-order tokens it sees, root first."""
+    indptr, path = tree.path
+    length = tree.node_len[path].astype(np.int64)
+    if tree.query_len is not None:
+        length[indptr[1:] - 1] = tree.query_len
+    tokens = np.repeat(tree.node_start[path], length) + segment_arange(length)
+    return indptr_of(tree.query_kv_len), tokens
