@@ -31,7 +31,8 @@ FLUSH_BYTES = 256 * 2**20
 S16 = TileConfig(16, 32, 1, 3)
 S16_64 = TileConfig(16, 64, 2, 3)
 M64 = TileConfig(64, 64, 4, 3)
-TILE_SETS = {
+TILE_SETS: dict[str, tuple[TileConfig, ...] | None] = {
+    "default": None,  # the planner's own
     "16x32w1+64x64w4": (S16, M64),
     "16x32w1+64x32w4": (S16, TileConfig(64, 32, 4, 3)),
     "16x64w2+64x64w4": (S16_64, M64),
@@ -66,7 +67,7 @@ def time_us(
 
 def variants(planner: str):
     """(label, CTAs per SM that automatic blocks aim at, planner options) of the sweep."""
-    if planner == "node":
+    if planner in ("node", "hydragen", "fasttree", "pat"):
         return [("", 4, {})]
     name = "split_len" if planner == "sequence" else "block_kv"
     auto = "auto" if planner == "sequence" else None
