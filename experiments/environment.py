@@ -56,7 +56,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a distribution, None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -83,7 +84,7 @@ def code_columns() -> dict[str, Any]:
         status = "" if named else None
     return {
         "torch_version": torch.__version__,
-        "triton_version": _version("triton"),
+        "triton_version": installed_version("triton"),
         "python_version": platform.python_version(),
         "commit": commit or named,
         "dirty": None if status is None else bool(status),

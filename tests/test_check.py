@@ -22,7 +22,8 @@ FEW = {name: odd_trees()[name] for name in ("token tree", "empty nodes", "cut no
 def failures(trees: dict[str, DecodeTree], *overrides: str) -> list[str]:
     findings = check_job(compose_job(["model=tiny_4_2", *overrides]), trees)
     assert len(findings) >= len(trees)
-    assert any(finding.status == "ok" for finding in findings)
+    runs_here = any(finding.status == "ok" for finding in findings)
+    assert runs_here or all("needs a CUDA GPU" in finding.detail for finding in findings)
     return [f"{f.tree}: {f.status} {f.detail}" for f in findings if f.status != "ok"]
 
 
