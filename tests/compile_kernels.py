@@ -3,8 +3,8 @@
     python tests/compile_kernels.py CAPABILITY [CAPABILITY ...]      e.g. 80 90 100
 
 Run in a process without TRITON_INTERPRET (tests/test_compile.py does). Every tile that
-default_tiles or deft_paper ships is compiled for the head layouts that choose it, and both forms
-of the merge.
+default_tiles, pat or deft_paper ships is compiled for the head layouts that choose it, and both
+forms of the merge.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from deft.kernels.merge import _merge_kernel
 from deft.kernels.partial import _partial_attention_kernel
 from deft.planners.flatten import paper_tile
+from deft.planners.pat import pat_tiles
 from deft.planners.tiles import default_tiles
 from deft.shape import HeadShape
 
@@ -96,6 +97,7 @@ def main(capabilities):
             tiles = {
                 *default_tiles(shape),
                 *default_tiles(shape, long_runs=True),
+                *pat_tiles(shape),
                 paper_tile(shape),
             }
             for tile in sorted(tiles, key=repr):

@@ -33,7 +33,7 @@ def test_python_blocks_run(path: Path) -> None:
 
 
 def test_the_kernel_template_satisfies_the_protocol() -> None:
-    kernel = executed(ROOT / "docs" / "kernels.md")["MyKernel"]()
+    kernel = executed(ROOT / "docs" / "adding_a_kernel.md")["MyKernel"]()
     assert isinstance(kernel, AttentionKernel)
     tree, shape = DecodeTree([-1, 0, 0], [3, 2, 1], [1, 2]), HeadShape(4, 2, 8)
     assert kernel.unsupported(shape, tree, 1, "cpu")

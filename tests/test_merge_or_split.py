@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from deft.planners import plan_tree
+from deft.planners.fasttree import fasttree_rule
 from deft.planners.hydragen import shared_levels
-from deft.planners.merge_or_split import fasttree_rule, pat_rule, segment_parents
+from deft.planners.merge_or_split import segment_parents
+from deft.planners.pat import pat_rule
 from deft.shape import HeadShape
 from deft.topologies import few_shot, forest, layered
 from deft.tree import DecodeTree

@@ -55,7 +55,7 @@ def header_fault(name: str, text: str) -> str | None:
     [
         *("README.md", "LICENSE", "CHANGELOG.md", "Makefile", "pyproject.toml", ".gitignore"),
         *(".ci/run", "scripts/install"),
-        *("docs/io.md", "docs/plan.md", "docs/timing.md", "docs/kernels.md"),
+        *("docs/io.md", "docs/plan.md", "docs/timing.md", "docs/adding_a_kernel.md"),
         *(f"{package}/__init__.py" for package in PACKAGES),
         *(f"deft/device_models/{gpu}.json" for gpu in ("h200", "h100", "a100")),
     ],

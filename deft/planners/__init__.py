@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from deft.plan import Plan
+from deft.planners.fasttree import plan_fasttree
 from deft.planners.flatten import plan_deft_paper, plan_flatten
 from deft.planners.hydragen import plan_hydragen
-from deft.planners.merge_or_split import plan_fasttree, plan_pat
 from deft.planners.node import plan_cascade, plan_node, plan_node_chunk
+from deft.planners.pat import plan_pat
 from deft.planners.sequence import plan_sequence
 from deft.shape import DTYPE_BYTES, HeadShape
 from deft.tree import DecodeTree
