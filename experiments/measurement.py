@@ -140,6 +140,7 @@ def failed_columns(error: BaseException) -> dict[str, Any]:
     kind = type(error).__name__
     lines = str(error).strip().splitlines()
     detail = f"{kind}: {lines[0]}" if lines else kind
+    detail = detail.encode(errors="backslashreplace").decode()  # lone surrogates fit no file
     if isinstance(error, KernelTimeout):
         return {"status": "timeout", "status_detail": str(error)}
     is_oom = isinstance(error, (MemoryError, torch.OutOfMemoryError))
