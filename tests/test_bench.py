@@ -105,7 +105,12 @@ def test_what_a_kernel_does_is_its_status(
     assert set(df[df["kernel"] == "deft_flatten"]["status"]) == {"ok"}
 
 
-def test_an_error_text_that_is_no_unicode_fits_a_row() -> None:
+def test_an_error_with_an_odd_text_fits_a_row() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise TypeError
+
+    assert failed_columns(Mute())["status_detail"] == "Mute"
     assert failed_columns(RuntimeError("\ud800"))["status_detail"] == "RuntimeError: \\ud800"
 
 
