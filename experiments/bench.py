@@ -44,9 +44,9 @@ from experiments.sweep import Sweep, Task
 from experiments.workload import Point, Workload
 
 LOST_DEVICE = 3  # exit code
-CONSOLE = Console(highlight=False)
+CONSOLE = Console(highlight=False, markup=False, emoji=False)  # names and errors hold brackets
 if not CONSOLE.is_terminal:
-    CONSOLE = Console(highlight=False, width=140)  # a log file has no width of its own
+    CONSOLE = Console(highlight=False, markup=False, emoji=False, width=140)  # a log has no width
 
 
 def new_run_id() -> str:
@@ -59,7 +59,7 @@ def new_run_id() -> str:
 def _progress(sweep: Sweep) -> Iterator[Any]:
     """A bar with the time left; yields the `advance` callback of Sweep.run."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -160,10 +160,12 @@ def run_job(job: Job) -> Path | None:
     settings = job.settings
     run_id = new_run_id()
     sweep = Sweep(job, run_id)
+    folder = Path(settings.results_dir) / settings.name
     if settings.dry_run:
         dry_run(sweep)
+        if settings.dump_tree:
+            dump_trees(sweep, folder / "trees")
         return None
-    folder = Path(settings.results_dir) / settings.name
     rows = RowFile(folder / f"{run_id}.parquet")
     if settings.dump_tree:
         dump_trees(sweep, folder / "trees")

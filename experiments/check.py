@@ -80,7 +80,7 @@ def check_one(
         case = make_case(tree, shape, page_size, device=device, scatter_seed=1)
         kernel.plan(tree, case.cache)
         verdict = check_kernel(kernel, case)
-    except Exception as error:  # a kernel may raise anything: that is its finding
+    except (Exception, SystemExit) as error:  # a kernel may raise anything: that is its finding
         columns = failed_columns(error)
         return columns["status"], columns["status_detail"], None
     return "incorrect" if verdict.reason else "ok", verdict.reason or "", verdict.row_rms_err
@@ -133,6 +133,9 @@ def check(arguments: list[str]) -> int:
     Raises:
         ConfigError: no kernel was named.
     """
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     overrides = [argument for argument in arguments if argument != "all"]
     if "all" in arguments:
         overrides.append(f"kernel=[{','.join(kernel_names())}]")
@@ -141,7 +144,9 @@ def check(arguments: list[str]) -> int:
     if not any(override.startswith("model=") for override in overrides):
         overrides.insert(0, CHECK_MODELS)
     findings = check_job(compose_job(overrides))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table_of(findings))
+    width = None if sys.stdout.isatty() else 140
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    console.print(table_of(findings))
     return sum(finding.status not in GOOD for finding in findings)
 
 

@@ -48,6 +48,8 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines()]
     skip = ("full_key", "object_type", "reference_type")
     text = "; ".join(line for line in lines if line and not line.startswith(skip))
+    if text.startswith("Error merging override") and error.__cause__:
+        return f"{text}; {one_line(error.__cause__)}"  # Hydra keeps what was wrong to itself
     return text or type(error).__name__
 
 
@@ -60,7 +62,14 @@ def _unknown_choice(group: str, choice: str) -> str:
     return f"unknown {group} {choice!r}; {hint}there are {', '.join(names)}"
 
 
-USER_ERRORS = (HydraException, OmegaConfBaseException, ValueError, RuntimeError, OSError)
+USER_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    ValueError,
+    RuntimeError,
+    OSError,
+    MemoryError,
+)
 
 
 def print_error(error: BaseException) -> None:

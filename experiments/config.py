@@ -6,6 +6,7 @@ conf/ holds the values. `kernel` and `model` are lists of choices whose files st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ from experiments.workloads import families, workload_of
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 TIMERS = ("graph", "eager", "cpu")
 DEVICES = ("auto", "cpu", "cuda")
+MAX_TIMEOUT_S = 1e8  # three years: what setitimer takes everywhere
 
 
 class ConfigError(ValueError):
@@ -150,10 +152,11 @@ class Job:
         """
         try:
             kernel = instantiate(self.kernels[name], _convert_="all")
+            kernel.name = name
+        except SystemExit as error:
+            raise ConfigError(f"kernel {name}: calls sys.exit when it is made") from error
         except Exception as error:
-            cause = error.__cause__ or error
-            raise ConfigError(f"kernel {name}: {str(cause).splitlines()[0]}") from error
-        kernel.name = name
+            raise ConfigError(f"kernel {name}: {one_line(error.__cause__ or error)}") from error
         return kernel
 
 
@@ -172,10 +175,44 @@ def _check(settings: BenchConfig) -> None:
     for size in _as_list(settings.page_size):
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= 128:
             raise ConfigError(f"page_size must be a whole number in 1..128, got {size!r}")
-    if not settings.kernel:
-        raise ConfigError(f"no kernel chosen; kernel=[...] takes {kernel_names()}")
     if not settings.model:
         raise ConfigError("no model chosen; for example model=llama3_8b")
+
+
+def _check_settings(settings: BenchConfig) -> None:
+    for name in ("dtype", "page_size"):
+        if not _as_list(getattr(settings, name)):
+            raise ConfigError(f"{name} is an empty list; give at least one value")
+    if not -(2**63) <= settings.seed < 2**63:
+        raise ConfigError(f"seed must fit in 64 bits, got {settings.seed}")
+    if not settings.kernel_timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"kernel_timeout_s must be at most {MAX_TIMEOUT_S:g} seconds (0 is no limit), "
+            f"got {settings.kernel_timeout_s}"
+        )
+    if math.isnan(settings.measure_max_flops):
+        raise ConfigError("measure_max_flops must be a number, got nan")
+    folder = Path(settings.name)
+    if not folder.parts or folder.is_absolute() or ".." in folder.parts:
+        raise ConfigError(f"name must name a folder inside results_dir, got {settings.name!r}")
+    if settings.baseline not in {*kernel_names(), *settings.kernel}:
+        raise ConfigError(
+            f"baseline {settings.baseline!r} is no kernel; there are {kernel_names()}"
+        )
+
+
+def _chosen_kernels(settings: BenchConfig) -> dict[str, dict[str, Any]]:
+    """Kernels with a class; a preset's knobs of one that kernel=[...] left out come without."""
+    for name, conf in settings.kernel.items():
+        if not isinstance(conf, dict) or not ("_target_" in conf or name in kernel_names()):
+            raise ConfigError(
+                f"unknown kernel {name!r}: kernel.{name} has no _target_ and there is no "
+                f"conf/kernel/{name}.yaml"
+            )
+    kernels = {name: conf for name, conf in settings.kernel.items() if "_target_" in conf}
+    if not kernels:
+        raise ConfigError(f"no kernel chosen; kernel=[...] takes {kernel_names()}")
+    return kernels
 
 
 def _strict(kind: Any, values: dict[str, Any], where: str) -> Any:
@@ -201,9 +238,8 @@ def job_of(cfg: DictConfig, overrides: Sequence[str] = ()) -> Job:
     values = {**plain, "model": models, "workload": workload, "timing": timing}
     settings = _strict(BenchConfig, values, "the configuration")
     _check(settings)
-    # A preset's knobs of a kernel that kernel=[...] left out come without the class to make.
-    kernels = {name: conf for name, conf in settings.kernel.items() if "_target_" in conf}
-    job = Job(kernels, models, workload, settings, tuple(overrides))
+    _check_settings(settings)
+    job = Job(_chosen_kernels(settings), models, workload, settings, tuple(overrides))
     for name in models:
         for dtype in job.dtypes:
             job.shape(name, dtype)

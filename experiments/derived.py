@@ -123,6 +123,7 @@ def derive(df: pd.DataFrame, baseline: str = BASELINE) -> pd.DataFrame:
     out["label"] = kernel_labels(out)
     latency = out["latency_us_p50"].astype(float).where(is_measured(out))
     forecast = out["predicted_us"].astype(float).where(is_predicted(out))
+    forecast = forecast.where(forecast > 0)  # a tree without queries takes no time: no ratio
     kv = out["kv_bytes"].astype(float).where(out["status"].isin(["ok", "counted"]))
     floor = out["floor_us"].astype(float)
     on_gpu = latency.where(is_gpu(out))

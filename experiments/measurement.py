@@ -138,12 +138,17 @@ def measured_columns(kernel: Any, case: Case, timing: TimingConfig) -> dict[str,
 def failed_columns(error: BaseException) -> dict[str, Any]:
     """Status columns of a kernel that raised: timeout, oom or error."""
     kind = type(error).__name__
-    lines = str(error).strip().splitlines()
+    try:
+        text = str(error)
+    except Exception:  # its own __str__ fails
+        text = ""
+    lines = text.strip().splitlines()
     detail = f"{kind}: {lines[0]}" if lines else kind
+    detail = detail.encode(errors="backslashreplace").decode()  # lone surrogates fit no file
     if isinstance(error, KernelTimeout):
-        return {"status": "timeout", "status_detail": str(error)}
+        return {"status": "timeout", "status_detail": text}
     is_oom = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if is_oom or "can't allocate memory" in str(error):
+    if is_oom or "can't allocate memory" in text:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
         return {"status": "oom", "status_detail": detail}

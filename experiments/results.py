@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 _REQUIRED = ("kernel", "workload", "status", "schema_version")
 # The same measurement made again: what `latest` groups by where a row holds no resume key.
 _HEADS = ("num_qo_heads", "num_kv_heads", "head_dim", "page_size", "dtype")
-_SAME = ["kernel", "kernel_config", "workload", "step", *_HEADS, "timer", "cold_l2", "gpu"]
+_SAME = ["kernel", "kernel_config", "workload", "step", "model", *_HEADS, "timer", "cold_l2", "gpu"]
 
 
 def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
@@ -205,6 +205,7 @@ def resume_key(
     gpu: str | None,
     code_hash: str,
     device_model: str | None = None,
+    model: str | None = None,
 ) -> str:
     """Hash that says "this very row was made already"; any argument that changes changes it.
 
@@ -213,7 +214,8 @@ def resume_key(
         timing: timer settings; key order does not matter.
         gpu: name of the measuring device, None on CPU.
         code_hash: see `code_hash()`.
-        device_model: device that predictions are for.
+        device_model: device that predictions are for, with its figures.
+        model: name of the head layout; two models may have equal heads.
     """
     text = (
         kernel_config if isinstance(kernel_config, str) else json.dumps(dict(kernel_config or {}))
@@ -230,6 +232,7 @@ def resume_key(
         gpu,
         code_hash,
         device_model,
+        model,
     ]
     canonical = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]

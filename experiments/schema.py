@@ -133,6 +133,6 @@ def to_table(rows: list[dict[str, Any]]) -> pa.Table:
         values = [row[field.name] for row in rows]
         try:
             arrays.append(pa.array(values, type=field.type, from_pandas=True))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
             raise ResultsError(f"column {field.name!r} wants {field.type}: {error}") from error
     return pa.Table.from_arrays(arrays, schema=SCHEMA)

@@ -26,6 +26,7 @@ from experiments.measurement import (
     time_limit,
 )
 from experiments.results import code_hash, resume_key
+from experiments.schema import checked_row, to_table
 from experiments.workload import Point
 
 Row = dict[str, Any]
@@ -61,7 +62,7 @@ class Sweep:
             raise ConfigError("timing=cpu times on the CPU: add device=cpu, or use timing=graph")
         self.device_model = self._pick_device_model()
         self.tasks = list(self._tasks())
-        self._last_error: Exception | None = None
+        self._last_error: BaseException | None = None
         command = ["python", "-m", "experiments.bench", *job.overrides]
         self._environment: Row = {
             **environment.device_columns(self.device),
@@ -116,7 +117,8 @@ class Sweep:
             timing=timing_key(self.job),
             gpu=self._environment["gpu"],
             code_hash=self._environment["code_hash"],
-            device_model=model.name if model else None,
+            device_model=repr(model) if model else None,
+            model=task.model,
         )
 
     def kernel_order(self, task: Task) -> list[str]:
@@ -205,8 +207,11 @@ class Sweep:
         row = {**self._identity(task, name), **self._environment}
         try:
             with time_limit(self.job.settings.kernel_timeout_s):
-                row.update(self._outcome(task, name, case))
-        except Exception as error:  # whatever a kernel raises is its row, and the sweep goes on
+                outcome = self._outcome(task, name, case)
+            to_table([checked_row({**row, **outcome})])  # what no file can hold is an error here
+            row.update(outcome)
+        # Whatever a kernel raises is its row, and the sweep goes on; so does what calls sys.exit.
+        except (Exception, SystemExit) as error:
             row.update(failed_columns(error))
             if is_device_lost():
                 self._last_error = error  # freeing the tensors of its frames would abort now
@@ -233,8 +238,11 @@ class Sweep:
         """Kernel -> reason, for kernels that cannot run a task."""
         reasons = {}
         for name in self.job.kernels:
-            kernel = self.job.make_kernel(name)
-            reason = kernel.unsupported(task.shape, task.point.tree, task.page_size, self.device)
+            kernel, tree = self.job.make_kernel(name), task.point.tree
+            try:
+                reason = kernel.unsupported(task.shape, tree, task.page_size, self.device)
+            except (Exception, SystemExit) as error:  # the run would give it an error row
+                reason = failed_columns(error)["status_detail"]
             if reason:
                 reasons[name] = reason
         return reasons

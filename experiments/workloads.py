@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -245,7 +245,7 @@ class TreeFile(Workload):
         return f"file_{Path(self._file()).stem}_{digest}"
 
     def _file(self) -> str:
-        if not self.path:
+        if not isinstance(self.path, str) or not self.path:
             raise ValueError("workload=file needs workload.path=TREE.json (or .npz)")
         if not Path(self.path).is_file():
             raise ValueError(f"workload.path: no tree file at {self.path}")
@@ -285,13 +285,13 @@ def workload_of(config: Mapping[str, Any]) -> Workload:
         ValueError: an unknown family or parameter.
     """
     known = families()
-    if not isinstance(config, Mapping) or config.get("family") not in known:
-        got = config.get("family") if isinstance(config, Mapping) else config
-        raise ValueError(f"workload family must be one of {sorted(known)}, got {got!r}")
-    kind = known[config["family"]]
-    parameters = set(kind.__dataclass_fields__)
-    if unknown := sorted(set(config) - parameters):
+    family = config.get("family") if isinstance(config, Mapping) else config
+    if not isinstance(config, Mapping) or not isinstance(family, str) or family not in known:
+        raise ValueError(f"workload family must be one of {sorted(known)}, got {family!r}")
+    kind = known[family]
+    parameters = {parameter.name for parameter in fields(kind)}
+    if unknown := sorted(map(str, set(config) - parameters)):
         raise ValueError(
-            f"workload {config['family']} has no parameter {unknown}; it has {sorted(parameters)}"
+            f"workload {family} has no parameter {unknown}; it has {sorted(parameters)}"
         )
     return kind(**config)

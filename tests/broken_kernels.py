@@ -68,8 +68,38 @@ class Raises(TreeAttention):
 
     def run(self, q: Tensor, layer: int = 0, **buffers: Any) -> tuple[Tensor, Tensor | None]:
         """Raise."""
-        errors = {"RuntimeError": RuntimeError, "oom": torch.OutOfMemoryError}
-        raise errors[self.kind](f"{self.kind} on purpose\nsecond line")
+        errors = {"oom": torch.OutOfMemoryError, "exit": SystemExit}
+        raise errors.get(self.kind, RuntimeError)(f"{self.kind} on purpose\nsecond line")
+
+
+class TellsNonsense(TreeAttention):
+    """Runs right and tells a time that no column can hold."""
+
+    layout_us: Any = "long"
+
+
+class CannotSay(TreeAttention):
+    """Fails before it says whether it fits."""
+
+    def unsupported(
+        self, shape: HeadShape, tree: DecodeTree, page_size: int, device: Any
+    ) -> str | None:
+        """Raise what is no user error."""
+        raise KeyError("arch")
+
+
+class EndsTheProcess(TreeAttention):
+    """Leaves the process when it is made."""
+
+    def __init__(self, **options: Any) -> None:
+        raise SystemExit(0)
+
+
+class FailsSilently(TreeAttention):
+    """Raises an error without a text when it is made."""
+
+    def __init__(self, **options: Any) -> None:
+        raise ValueError
 
 
 class LosesTheDevice(TreeAttention):

@@ -16,8 +16,10 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from deft import DecodeTree, topologies
+from deft.device_model import MODEL_DIR
 from experiments import bench, bench_tree
 from experiments.config import CONF_DIR, compose_job
+from experiments.measurement import failed_columns
 from experiments.results import latest, load_rows
 from experiments.schema import COLUMNS
 
@@ -87,6 +89,10 @@ def test_a_wrong_kernel_gets_no_latency_and_the_sweep_goes_on(tmp_path: Path, na
         ([broken("Raises"), "+kernel.deft_node.kind=oom"], "oom", "oom on purpose"),
         ([broken("Sleeps"), "kernel_timeout_s=0.2"], "timeout", "kernel_timeout_s=0.2"),
         ([broken("NeverFits")], "unsupported", "too many"),
+        ([broken("Raises"), "+kernel.deft_node.kind=exit"], "error", "SystemExit: exit"),
+        ([broken("Raises"), "+kernel.deft_node.kind='[/red]'"], "error", "[/red] on purpose"),
+        ([broken("TellsNonsense")], "error", "column 'layout_us' wants double"),
+        ([broken("CannotSay")], "error", "KeyError: 'arch'"),
     ],
 )
 def test_what_a_kernel_does_is_its_status(
@@ -97,6 +103,15 @@ def test_what_a_kernel_does_is_its_status(
     assert set(bad["status"]) == {status}
     assert bad["status_detail"].str.contains(detail, regex=False).all()
     assert set(df[df["kernel"] == "deft_flatten"]["status"]) == {"ok"}
+
+
+def test_an_error_with_an_odd_text_fits_a_row() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise TypeError
+
+    assert failed_columns(Mute())["status_detail"] == "Mute"
+    assert failed_columns(RuntimeError("\ud800"))["status_detail"] == "RuntimeError: \\ud800"
 
 
 def test_resume_makes_only_what_is_missing(
@@ -111,6 +126,25 @@ def test_resume_makes_only_what_is_missing(
     assert len(latest(load_rows(tmp_path))) == len(first) + len(second)
     changed = run(tmp_path, "kernel=deft_flatten", "kernel.deft_flatten.block_kv=32", "resume=true")
     assert len(changed) == len(first)
+
+
+def test_resume_tells_models_with_equal_heads_apart(tmp_path: Path) -> None:
+    counted = ["kernel=deft_flatten", "resume=true", "measure_max_flops=0"]
+    run(tmp_path, *counted, "model=llama2_7b")
+    again = run(tmp_path, *counted, "model=[llama2_7b,codellama_7b]")
+    assert set(again["model"]) == {"codellama_7b"}
+    assert set(latest(load_rows(tmp_path))["model"]) == {"llama2_7b", "codellama_7b"}
+
+
+def test_resume_sees_the_figures_of_a_device_model(tmp_path: Path) -> None:
+    figures = json.loads((MODEL_DIR / "a100.json").read_text())
+    mine = tmp_path / "mine.json"
+    latencies = []
+    for launch_us in (2.0, 500.0):
+        mine.write_text(json.dumps({**figures, "launch_us": launch_us}))
+        df = run(tmp_path, "kernel=deft_flatten", "resume=true", f"device_model={mine}")
+        latencies.append(df["predicted_us"].iloc[0])
+    assert latencies[1] > latencies[0] + 100
 
 
 def test_resume_steps_over_a_corrupt_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -159,6 +193,16 @@ def test_dump_tree_writes_what_a_file_workload_reads(tmp_path: Path) -> None:
     assert again["kv_bytes"][0] == same["kv_bytes"]
 
 
+def test_dry_run_dumps_trees_and_tells_what_a_kernel_raises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["kernel=deft_node", broken("CannotSay"), "dry_run=true", "dump_tree=true"]
+    assert bench.run_job(compose_job([*TINY, *options, f"results_dir={tmp_path}"])) is None
+    assert "KeyError" in capsys.readouterr().out
+    assert len(list((tmp_path / "adhoc" / "trees").glob("*.json"))) == 2
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
 def test_bench_tree_from_python() -> None:
     tree = topologies.few_shot(40, 3, 4)
     df = bench_tree(tree, ["deft_flatten", "dense"], model="tiny_4_2", timing="cpu", device="cpu")
@@ -195,6 +239,8 @@ def test_bench_tree_takes_a_tree_with_odd_queries() -> None:
         ("results_dir=/proc/nowhere", "set results_dir=FOLDER"),
         ("dtype=fp8", "out of scope"),
         ("workload.width=abc", "whole number"),
+        ("workload.width=99999999999", "Unable to allocate"),
+        ("seed=abc", "'abc' of type 'str' could not be converted to Integer"),
     ],
 )
 def test_errors_are_one_line(

@@ -48,6 +48,21 @@ def test_a_wrong_kernel_fails_the_command(capsys: pytest.CaptureFixture[str]) ->
     assert "incorrect" in capsys.readouterr().out
 
 
+def test_a_kernel_that_ends_the_process_fails_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = "kernel.deft_node._target_=tests.broken_kernels.Raises"
+    assert check(["kernel=deft_node", target, "+kernel.deft_node.kind=exit"]) > 0
+    assert check(["kernel=deft_node", target, "+kernel.deft_node.kind='[/red]'"]) > 0
+    told = capsys.readouterr().out
+    assert "SystemExit" in told and "[/red] on purpose" in told
+
+
+def test_help_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(["--help"]) == 0
+    assert "experiments.check kernel=" in capsys.readouterr().out
+
+
 def test_no_kernel_is_refused() -> None:
     with pytest.raises(ValueError, match="name a kernel"):
         check([])

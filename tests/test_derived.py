@@ -31,6 +31,12 @@ def test_a_gpu_is_neither_null_nor_cpu(tmp_path: Path) -> None:
     assert is_gpu(frame_of(rows, tmp_path)).tolist() == [True, False, False, False]
 
 
+def test_no_ratio_to_a_prediction_of_nothing(tmp_path: Path) -> None:
+    rows = [counted(synthetic_row(name)) for name in ("flash_decoding", "deft_flatten")]
+    df = derive(frame_of([row | {"predicted_us": 0.0} for row in rows], tmp_path))
+    assert df[["predicted_fraction_of_floor", "predicted_speed_up"]].isna().all(axis=None)
+
+
 @pytest.mark.parametrize(
     ("column", "value"),
     [

@@ -128,6 +128,8 @@ def call_main(
 ) -> str:
     """Run the Hydra entry point in this process and return its error."""
     monkeypatch.setattr(sys, "argv", ["figures", *overrides])
+    # A command that ran earlier in this process left its handler, on a stream closed since.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     assert figures.main() == 1
     (line,) = (
         line for line in capsys.readouterr().err.splitlines() if not line.startswith("skipped")

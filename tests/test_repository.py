@@ -1,5 +1,6 @@
 """The repository keeps its own rules: layout, file sizes, configuration headers, package data."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -110,3 +111,11 @@ def test_package_data_is_declared() -> None:
     assert data
     missing = [name_of(path) for path in data if path.suffix not in suffixes]
     assert not missing, f"not in package-data: {missing}"
+
+
+def test_install_refuses_an_unknown_build_of_torch(tmp_path: Path) -> None:
+    words = [ROOT / "scripts" / "install", tmp_path / "venv", "/nonexistent/python"]
+    environ = {**os.environ, "TORCH": "gpu"}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["install: TORCH must be auto, cpu or cuda, got gpu"]

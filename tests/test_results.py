@@ -65,6 +65,7 @@ def test_rows_round_trip_with_every_column(tmp_path: Path) -> None:
         ({"status": "counted"}, "has a latency"),
         ({"workload": None}, r"lacks \['workload'\]"),
         ({"num_qo": "many"}, "column 'num_qo'"),
+        ({"path": "\ud800"}, "column 'path'"),
     ],
 )
 def test_rows_that_would_lie_are_refused(

@@ -77,7 +77,10 @@ def test_a_file_of_your_own(tmp_path: Path) -> None:
         ({"family": "few_shot", "batch": 257}, "1..256"),
         ({"family": "file"}, "workload.path"),
         ({"family": "file", "path": "/nowhere.json"}, "no tree file"),
+        ({"family": "file", "path": 5}, "workload.path=TREE.json"),
         ({"family": "suite"}, "workload.trees"),
+        ({"family": "suite", "trees": [{"family": ["few_shot"]}]}, "family must be one of"),
+        ({"family": "layered", "lists": ["nodes"]}, r"no parameter \['lists'\]"),
         ({"family": "from_choices", "choices": [[0, 1]]}, "no parent path"),
     ],
 )
