@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from deft.plan import Plan
 from deft.planners.fasttree import plan_fasttree
 from deft.planners.flatten import plan_deft_paper, plan_flatten
@@ -34,7 +36,7 @@ PLANNERS: dict[str, Callable[..., Plan]] = {
 
 
 def check_options(strategy: str, options: dict[str, Any]) -> None:
-    """Refuse an unknown planner or option by name.
+    """Refuse an unknown planner or option by name, and values that no planner takes.
 
     Raises:
         ValueError: what was got and what there is.
@@ -45,6 +47,19 @@ def check_options(strategy: str, options: dict[str, Any]) -> None:
     unknown = sorted(set(options) - known)
     if unknown:
         raise ValueError(f"strategy {strategy!r} has no option {unknown}; it has {sorted(known)}")
+    for name in ("block_kv", "query_cap"):
+        value = options.get(name)
+        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and not (is_whole and value > 0):
+            raise ValueError(f"{name} must be positive and whole, or None; got {value!r}")
+    split_len = options.get("split_len")
+    if isinstance(split_len, float | bool | list | tuple):
+        raise ValueError(f'split_len must be None, "auto" or a positive number, got {split_len!r}')
+    partial_dtype = options.get("partial_dtype")
+    if partial_dtype not in (None, *DTYPE_BYTES):
+        raise ValueError(
+            f"partial_dtype must be one of {sorted(DTYPE_BYTES)} or None, got {partial_dtype!r}"
+        )
 
 
 def plan_tree(
