@@ -74,8 +74,7 @@ def _check_rows(plan: Plan, tree: DecodeTree) -> None:
     for name in ("chunk", "mixed"):
         run = getattr(plan, f"{name}_run")
         item = np.repeat(np.arange(plan.num_items), np.diff(getattr(plan, f"{name}_indptr")))
-        known = (run >= 0) & (run < len(run_item))
-        bad = np.flatnonzero(~known)
+        bad = np.flatnonzero((run < 0) | (run >= len(run_item)))
         if not bad.size:
             bad = np.flatnonzero(run_item[run] != item)
         if bad.size:
@@ -97,9 +96,9 @@ def _check_rows(plan: Plan, tree: DecodeTree) -> None:
 
 
 def _check_tiles(plan: Plan) -> None:
-    bad = np.flatnonzero((plan.item_tile < 0) | (plan.item_tile >= len(plan.tiles)))
-    if bad.size:
-        raise ValueError(f"plan {plan.strategy!r}: item {bad[0]} has a tile that the plan lacks")
+    lost = np.flatnonzero((plan.item_tile < 0) | (plan.item_tile >= len(plan.tiles)))
+    if lost.size:
+        raise ValueError(f"plan {plan.strategy!r}: item {lost[0]} has a tile that the plan lacks")
     most = np.array([t.queries_per_item(plan.shape.group_size) for t in plan.tiles])
     over = np.flatnonzero(np.diff(plan.item_query_indptr) > most[plan.item_tile])
     if len(over):
