@@ -25,7 +25,7 @@ from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run
+from deft.tensor_checks import check_run, check_sm_scale
 from deft.tree import DecodeTree
 
 _LOGIT_PASSES = 8
@@ -51,6 +51,7 @@ class DenseAttention:
     capturable = False
 
     def __init__(self, name: str = "dense", sm_scale: float | None = None) -> None:
+        check_sm_scale(sm_scale)
         self.name = name
         self.sm_scale = sm_scale
         self._cache: PagedKVCache | None = None

@@ -26,7 +26,7 @@ from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape
-from deft.tensor_checks import check_run
+from deft.tensor_checks import check_run, check_sm_scale
 from deft.tree import DecodeTree
 
 _INDEX_BYTES = 4
@@ -49,6 +49,7 @@ class FlashAttention2:
     capturable = True
 
     def __init__(self, name: str = "flash_attention2", sm_scale: float | None = None) -> None:
+        check_sm_scale(sm_scale)
         self.name, self.sm_scale = name, sm_scale
         self._cache: PagedKVCache | None = None
 

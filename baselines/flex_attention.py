@@ -32,7 +32,7 @@ from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run
+from deft.tensor_checks import check_run, check_sm_scale
 from deft.tree import DecodeTree
 
 BLOCK = 128
@@ -93,6 +93,7 @@ class FlexAttention:
     capturable = False
 
     def __init__(self, name: str = "flex_attention", sm_scale: float | None = None) -> None:
+        check_sm_scale(sm_scale)
         self.name, self.sm_scale = name, sm_scale
         self._cache: PagedKVCache | None = None
         self._counted: tuple[DecodeTree, TreeBlocks] | None = None

@@ -30,7 +30,7 @@ from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run
+from deft.tensor_checks import check_run, check_sm_scale
 from deft.tree import DecodeTree
 
 BACKENDS = {
@@ -66,6 +66,7 @@ class MedusaDenseAttention:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")
+        check_sm_scale(sm_scale)
         self.name, self.backend, self.sm_scale = name, backend, sm_scale
         self._cache: PagedKVCache | None = None
 

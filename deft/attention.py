@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class TreeAttention:
     """A planner and the executor that runs its plans.
 
     Args:
-        planner: "sequence", "node", "node_chunk", "flatten", "cascade" or "deft_paper".
+        planner: a key of `deft.planners.PLANNERS`.
         name: kernel id shown in tables; default: the planner.
         backend: "triton", "torch", or "auto" (triton where it can run at full speed, else torch).
         sm_scale: multiplies q . k, positive; default head_dim ** -0.5.
@@ -71,8 +72,8 @@ class TreeAttention:
             raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
         check_options(planner, planner_options)
         check_sm_scale(sm_scale)
-        if headroom < 0:
-            raise ValueError(f"headroom must be >= 0, got {headroom}")
+        if not isinstance(headroom, int | np.integer) or headroom < 0:
+            raise ValueError(f"headroom must be an integer >= 0, got {headroom!r}")
         self.planner, self.backend, self.sm_scale = planner, backend, sm_scale
         self.name = name or planner
         self.headroom = headroom
@@ -176,11 +177,11 @@ class TreeAttention:
             ValueError: a shape, dtype, device or layout other than the above.
         """
         bound = self.bound
+        check_run(bound.plan.tree, bound.cache, q, layer, out, lse)
         if out is None:
-            if self._out is None or (self._out.shape, self._out.dtype) != (q.shape, q.dtype):
+            if self._out is None:
                 self._out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             out = self._out
-        check_run(bound.plan.tree, bound.cache, q, layer, out, lse)
         scale = bound.plan.shape.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
         if self._backend == "torch":
             from deft.executor import run_torch

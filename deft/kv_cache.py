@@ -123,6 +123,8 @@ class PagedKVCache(PagedForest):
         self._check_layer(layer)
         want = (len(slots), self.shape.num_kv_heads, self.shape.head_dim)
         for name, given in (("k", k), ("v", v)):
+            if not isinstance(given, Tensor):
+                raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
             if tuple(given.shape) != want:
                 raise ValueError(
                     f"{name} must have shape {list(want)} (one row for each token), "
@@ -134,8 +136,9 @@ class PagedKVCache(PagedForest):
                     f"got {given.dtype} on {given.device}; convert it with .to()"
                 )
         index = self._index(slots)
-        self._kv[0, layer].index_copy_(0, index, k)
-        self._kv[1, layer].index_copy_(0, index, v)
+        # Detached: the pool holds values, and its layers are views that autograd may not change.
+        self._kv[0, layer].index_copy_(0, index, k.detach())
+        self._kv[1, layer].index_copy_(0, index, v.detach())
 
     def gather(self, handles: Handles, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Copies of K and V of all tokens of nodes (repeats allowed), node by node.
@@ -151,8 +154,8 @@ class PagedKVCache(PagedForest):
         return self._kv[0, layer].index_select(0, index), self._kv[1, layer].index_select(0, index)
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {layer}")
+        if not isinstance(layer, int | np.integer) or not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer must be in 0..{self.num_layers - 1}, got {layer!r}")
 
     # ---- speculation -------------------------------------------------------------------------
     def accept(
@@ -208,6 +211,8 @@ class PagedKVCache(PagedForest):
             return np.array([0, num_accepted], np.int64)
         if given is None:
             raise ValueError(f"accept of {num_parents} parents needs path_indptr")
+        if not np.issubdtype(np.asarray(given).dtype, np.integer):
+            raise ValueError(f"path_indptr must be integers, got {given!r}")
         indptr = np.asarray(given).astype(np.int64)
         ends = indptr.shape == (num_parents + 1,) and (indptr[0], indptr[-1]) == (0, num_accepted)
         if not ends or (np.diff(indptr) < 0).any():

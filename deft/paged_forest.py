@@ -160,8 +160,8 @@ class PagedForest:
             raise ValueError(
                 f"num_tokens must be an integer or {len(rows)} integers, got {num_tokens!r}"
             )
-        if extra.size and extra.min() < 0:
-            raise ValueError(f"num_tokens must be >= 0, got {int(extra.min())}")
+        if extra.size and not 0 <= extra.min() <= extra.max() < 2**31:
+            raise ValueError(f"num_tokens must be in 0..2**31 - 1, got {num_tokens!r}")
         return self._append(rows, np.broadcast_to(extra.astype(np.int64), rows.shape))
 
     def _new_pages(self, rows: LongArray, extra: LongArray) -> LongArray:

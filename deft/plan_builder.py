@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deft.plan import FINAL, MaskArray, Plan
-from deft.shape import HeadShape, TileConfig
+from deft.shape import DTYPE_BYTES, HeadShape, TileConfig
 from deft.tree import DecodeTree, LongArray, indptr_of, segment_arange
 
 AnyArray = npt.NDArray[Any]
@@ -62,8 +62,12 @@ def build_plan(
         partial_dtype: dtype of partial outputs; default: see default_partial_dtype().
 
     Raises:
-        ValueError: an item with more queries than the largest tile holds.
+        ValueError: an item with more queries than the largest tile holds, or an unknown dtype.
     """
+    if partial_dtype is not None and partial_dtype not in DTYPE_BYTES:
+        raise ValueError(
+            f"partial_dtype must be one of {sorted(DTYPE_BYTES)}, got {partial_dtype!r}"
+        )
     queries = np.asarray(work.query_end - work.query_begin, np.int64)
     tile = _choose_tiles(queries, tiles, shape.group_size)
     phase = np.zeros(len(queries), np.int64) if work.phase is None else np.asarray(work.phase)

@@ -16,6 +16,7 @@ def prove(plan: Plan, tree: DecodeTree) -> None:
     Raises:
         ValueError: the first fault found, naming the strategy and the place.
     """
+    _check_rows(plan, tree)
     _check_tiles(plan)
     query, node, start, end, is_open = _covered_intervals(plan)
     want_query, want_node, want_len = _visible_intervals(tree)
@@ -53,7 +54,51 @@ def _compare_keys(plan: Plan, tree: DecodeTree, key: LongArray, want_key: LongAr
             raise ValueError(f"plan {plan.strategy!r} " + what.format(*pair))
 
 
+def _check_rows(plan: Plan, tree: DecodeTree) -> None:
+    """Offsets ascend over all entries, and a piece lies in the item that its run lies in."""
+    for name, count, entries in (
+        ("item_query_indptr", plan.num_items, len(plan.item_query)),
+        ("item_run_indptr", plan.num_items, len(plan.run_node)),
+        ("chunk_indptr", plan.num_items, len(plan.chunk_run)),
+        ("mixed_indptr", plan.num_items, len(plan.mixed_run)),
+        ("merge_indptr", tree.num_qo, plan.num_partials),
+    ):
+        indptr = getattr(plan, name)
+        ends = indptr.shape == (count + 1,) and (indptr[0], indptr[-1]) == (0, entries)
+        if not ends or (np.diff(indptr) < 0).any():
+            raise ValueError(
+                f"plan {plan.strategy!r}: {name} must be {count + 1} ascending offsets from 0 to "
+                f"{entries}"
+            )
+    run_item = np.repeat(np.arange(plan.num_items), np.diff(plan.item_run_indptr))
+    for name in ("chunk", "mixed"):
+        run = getattr(plan, f"{name}_run")
+        item = np.repeat(np.arange(plan.num_items), np.diff(getattr(plan, f"{name}_indptr")))
+        bad = np.flatnonzero((run < 0) | (run >= len(run_item)))
+        if not bad.size:
+            bad = np.flatnonzero(run_item[run] != item)
+        if bad.size:
+            raise ValueError(
+                f"plan {plan.strategy!r}: {name} piece {bad[0]} of item {item[bad[0]]} has run "
+                f"{run[bad[0]]}, which is not a run of that item"
+            )
+    bad = np.flatnonzero((plan.run_node < 0) | (plan.run_node >= tree.num_nodes))
+    if bad.size:
+        raise ValueError(
+            f"plan {plan.strategy!r}: run {bad[0]} is of node {plan.run_node[bad[0]]}, "
+            f"want 0..{tree.num_nodes - 1}"
+        )
+    bad = np.flatnonzero(plan.run_open & (plan.run_end != tree.node_len[plan.run_node]))
+    if bad.size:
+        raise ValueError(
+            f"plan {plan.strategy!r}: run {bad[0]} is open but has an end other than its node's"
+        )
+
+
 def _check_tiles(plan: Plan) -> None:
+    lost = np.flatnonzero((plan.item_tile < 0) | (plan.item_tile >= len(plan.tiles)))
+    if lost.size:
+        raise ValueError(f"plan {plan.strategy!r}: item {lost[0]} has a tile that the plan lacks")
     most = np.array([t.queries_per_item(plan.shape.group_size) for t in plan.tiles])
     over = np.flatnonzero(np.diff(plan.item_query_indptr) > most[plan.item_tile])
     if len(over):
@@ -93,7 +138,14 @@ def _covered_intervals(plan: Plan) -> tuple[IntArray, IntArray, LongArray, LongA
     local = segment_arange(count)
     item = run_item[run[piece]]
     bit = (plan.run_mask[run[piece], local // 64] >> (local % 64).astype(np.uint64)) & np.uint64(1)
-    keep = (bit == 1) | is_pure[piece]  # a pure chunk applies no mask, whatever the run's bits say
+    # Binding lists a pure chunk one by one, under its mask, where its slots are not consecutive.
+    masked = np.flatnonzero(is_pure[piece] & (bit == 0))
+    if masked.size:
+        raise ValueError(
+            f"plan {plan.strategy!r}: pure chunk {piece[masked[0]]} has a run whose mask leaves "
+            f"out query {local[masked[0]]} of its item"
+        )
+    keep = bit == 1
     piece, local, item = piece[keep], local[keep], item[keep]
     query = plan.item_query[plan.item_query_indptr[item] + local]
     ends_run = plan.run_open[run] & (end == plan.run_end[run])

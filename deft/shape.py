@@ -11,6 +11,11 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _OUT_OF_SCOPE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "fp8", "uint8", "int8")
 
 
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, int | np.integer):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+
+
 @dataclass(frozen=True)
 class HeadShape:
     """Heads of one attention layer.
@@ -31,6 +36,8 @@ class HeadShape:
     dtype: str = "float16"
 
     def __post_init__(self) -> None:
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim"):
+            _check_integer(name, getattr(self, name))
         if self.num_qo_heads < 1 or self.num_kv_heads < 1:
             raise ValueError(
                 f"head counts must be positive, got num_qo_heads={self.num_qo_heads}, "
@@ -99,6 +106,8 @@ class TileConfig:
     pack_group: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "num_warps", "num_stages"):
+            _check_integer(name, getattr(self, name))
         for name in ("block_m", "block_n"):
             value = getattr(self, name)
             if value < 16 or value & (value - 1):

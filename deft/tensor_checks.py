@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,9 @@ from deft.tree import DecodeTree
 
 def check_sm_scale(sm_scale: float | None) -> None:
     """Positive and finite, or None."""
-    if sm_scale is not None and not 0.0 < sm_scale < float("inf"):
+    if sm_scale is None:
+        return
+    if not isinstance(sm_scale, int | float | np.number) or not 0.0 < sm_scale < float("inf"):
         raise ValueError(f"sm_scale must be a positive number or None, got {sm_scale!r}")
 
 
@@ -59,11 +62,15 @@ def check_run(
         check_tensor(name, x, want, dtype, cache.device)
         if contiguous and not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+        if name == "out" and any(
+            stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)
+        ):
+            raise ValueError(f"out must not share elements between rows, got strides {x.stride()}")
         if x.numel() and x.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous in head_dim, got strides {x.stride()}")
     if lse is not None:
         check_tensor("lse", lse, want[:2], torch.float32, cache.device)
         if not lse.is_contiguous():
             raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
-    if not 0 <= layer < len(cache.k_cache):
-        raise ValueError(f"layer must be in 0..{len(cache.k_cache) - 1}, got {layer}")
+    if not isinstance(layer, int | np.integer) or not 0 <= layer < len(cache.k_cache):
+        raise ValueError(f"layer must be in 0..{len(cache.k_cache) - 1}, got {layer!r}")

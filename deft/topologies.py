@@ -18,8 +18,8 @@ Lengths = Sequence[int] | npt.NDArray[np.integer]
 
 def _at_least(minimum: int, **values: int) -> None:
     for name, value in values.items():
-        if value < minimum:
-            raise ValueError(f"{name} must be >= {minimum}, got {value}")
+        if not isinstance(value, int | np.integer) or value < minimum:
+            raise ValueError(f"{name} must be >= {minimum} and an integer, got {value!r}")
 
 
 def few_shot(prompt_len: int, width: int, suffix_len: int) -> DecodeTree:
@@ -47,9 +47,10 @@ def layered(nodes_per_level: Lengths, tokens_per_level: Lengths) -> DecodeTree:
             "nodes_per_level and tokens_per_level must be equally long, non-empty lists, "
             f"got shapes {counts.shape} and {tokens.shape}"
         )
-    if counts.min() < 1 or tokens.min() < 0:
+    is_whole = np.issubdtype(np.result_type(counts, tokens), np.integer)
+    if not is_whole or counts.min() < 1 or tokens.min() < 0:
         raise ValueError(
-            f"want >= 1 nodes and >= 0 tokens at each level, got {counts} and {tokens}"
+            f"want >= 1 nodes and >= 0 tokens, integers, at each level, got {counts} and {tokens}"
         )
     starts = np.cumsum(counts) - counts
     parents = [np.full(counts[0], -1)]
@@ -72,8 +73,8 @@ def kary(branching: int, depth: int, node_len: int, root_len: int | None = None)
         ValueError: branching < 1, or a negative depth or length.
     """
     _at_least(1, branching=branching)
-    _at_least(0, depth=depth, node_len=node_len)
-    if branching**depth > 1 << 24:
+    _at_least(0, depth=depth, node_len=node_len, root_len=root_len or 0)
+    if (branching > 1 and depth > 24) or branching**depth > 1 << 24:
         raise ValueError(f"{branching} ** {depth} leaves is beyond this generator's 2 ** 24")
     tokens = [node_len if root_len is None else root_len] + [node_len] * depth
     return layered([branching**level for level in range(depth + 1)], tokens)
@@ -210,7 +211,7 @@ def thought(
     """
     _at_least(0, prompt_len=prompt_len)
     _at_least(1, depth=depth, thought_len=thought_len)
-    factors = [branching] * depth if isinstance(branching, int) else list(branching)
+    factors: list[int] = np.repeat(branching, depth if np.ndim(branching) == 0 else 1).tolist()
     if len(factors) != depth or min(factors) < 1:
         raise ValueError(f"branching wants {depth} numbers >= 1, got {factors}")
     counts = np.cumprod([1, *factors])

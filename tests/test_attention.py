@@ -69,6 +69,8 @@ BAD_CALLS = {
     "strategy": ((GOOD.q, GOOD.k, GOOD.v), {"strategy": "tree"}, "unknown strategy"),
     "backend": ((GOOD.q, GOOD.k, GOOD.v), {"backend": "cuda"}, "backend must be one of"),
     "sm_scale": ((GOOD.q, GOOD.k, GOOD.v), {"sm_scale": 0.0}, "sm_scale must be a positive"),
+    "text sm_scale": ((GOOD.q, GOOD.k, GOOD.v), {"sm_scale": "1"}, "sm_scale must be"),
+    "headroom": ((GOOD.q, GOOD.k, GOOD.v), {"headroom": 1.5}, "headroom must be an integer"),
     "nan sm_scale": ((GOOD.q, GOOD.k, GOOD.v), {"sm_scale": float("nan")}, "sm_scale must be"),
     "soft cap": ((GOOD.q, GOOD.k, GOOD.v), {"logits_soft_cap": 30.0}, "soft-cap is out of scope"),
     "window": (
@@ -126,10 +128,30 @@ def test_run_refuses_what_plan_did_not_see():
     ):
         with pytest.raises(ValueError, match=message):
             kernel.run(q)
-    with pytest.raises(ValueError, match="layer must be in"):
-        kernel.run(GOOD.q, layer=1)
+    for layer in (1, 0.0, "0", None):
+        with pytest.raises(ValueError, match=r"layer must be in 0\.\.0"):
+            kernel.run(GOOD.q, layer=layer)
+    with pytest.raises(ValueError, match="q must be a tensor, got list"):
+        kernel.run([1.0])
+    with pytest.raises(ValueError, match="out must not share elements"):
+        kernel.run(GOOD.q, out=torch.empty_like(GOOD.q[:1]).expand_as(GOOD.q))
     with pytest.raises(ValueError, match="lse must be"):
         kernel.run(GOOD.q, lse=torch.zeros(8, 4, dtype=torch.float64))
+
+
+def test_a_refused_run_leaves_the_kept_output_alone():
+    kernel = TreeAttention("flatten", backend="torch")
+    kernel.plan(ODD, make_cache(ODD, SHAPE, GOOD))
+    kept, _ = kernel.run(GOOD.q)
+    with pytest.raises(ValueError, match="q must have shape"):
+        kernel.run(GOOD.q[:3])
+    assert kernel.run(GOOD.q)[0] is kept
+
+
+def test_keys_and_values_that_require_grad():
+    q, k, v = GOOD.q, GOOD.k.clone().requires_grad_(), GOOD.v.clone().requires_grad_()
+    o = tree_attention(q, k, v, ODD)
+    assert torch.equal(o, tree_attention(GOOD.q, GOOD.k, GOOD.v, ODD))
 
 
 def test_plan_refuses_a_cache_that_holds_another_tree():

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baselines.cudnn_prefix import CudnnPrefixAttention
 from baselines.dense import DenseAttention
+from baselines.flash_attention2 import FlashAttention2
 from baselines.flex_attention import FlexAttention
 from baselines.medusa_dense import MedusaDenseAttention
 from deft.attention import AttentionKernel
@@ -278,6 +279,15 @@ def test_bad_calls_say_what_is_wanted(kernel_class: type[Kernel]) -> None:
         kernel.run(inputs.q, 1)
     with pytest.raises(ValueError, match=r"lse must be torch\.float32"):
         kernel.run(inputs.q, lse=torch.empty(2, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("kernel_class", [*KERNELS, FlashAttention2])
+@pytest.mark.parametrize("sm_scale", [0.0, -1.0, float("nan"), "1"])
+def test_a_scale_that_is_no_positive_number_is_refused(
+    kernel_class: Callable[..., object], sm_scale: Any
+) -> None:
+    with pytest.raises(ValueError, match="sm_scale must be a positive number"):
+        kernel_class(sm_scale=sm_scale)
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)

@@ -57,7 +57,9 @@ REFUSED: dict[str, tuple[str, Callable[[PagedKVCache], object]]] = {
     "float handles": ("must be integers", lambda c: c.slots(np.array([0.0]))),
     "under a dead node": ("node 9 does not live", lambda c: c.insert(9, 1)),
     "negative length": ("is negative: -1", lambda c: c.insert(0, -1)),
-    "negative append": ("num_tokens must be >= 0, got -2", lambda c: c.append(0, -2)),
+    "negative append": (r"0\.\.2\*\*31 - 1, got -2", lambda c: c.append(0, -2)),
+    "endless append": ("num_tokens must be in", lambda c: c.append([0, 1], 2**62)),
+    "unsigned append": ("num_tokens must be in", lambda c: c.append(0, np.uint64(2**63))),  # type: ignore[arg-type]
     "append twice": ("listed twice", lambda c: c.append([1, 1])),
     "negative fork": ("num_children must be an integer >= 0, got -1", lambda c: c.fork(0, -1)),
     "too few parents": ("one for each of 3 roots", lambda c: c.insert_tokens([0, 1], [-1] * 3)),
@@ -66,6 +68,9 @@ REFUSED: dict[str, tuple[str, Callable[[PagedKVCache], object]]] = {
     "v in half": ("v must be torch.float32 on cpu", lambda c: c.write(range(6), K, K.half())),
     "v elsewhere": ("got torch.float32 on meta", lambda c: c.write(range(6), K, K.to("meta"))),
     "layer 1 of 1": ("layer must be in 0..0, got 1", lambda c: c.write(range(6), K, K, 1)),
+    "layer half": ("layer must be in 0..0, got 0.5", lambda c: c.gather(0, 0.5)),  # type: ignore[arg-type]
+    "k as a list": ("k must be a tensor, got list", lambda c: c.write(0, [1], K)),  # type: ignore[arg-type]
+    "half an offset": ("must be integers", lambda c: c.accept([0, 4], [], [0.5, 0, 0])),  # type: ignore[arg-type]
     "slot outside": (r"0..1199, got 1200..1200", lambda c: c.write_slots([1200], K[:1], K[:1])),  # type: ignore[arg-type]
     "accept a grandchild": ("node 3 is not a child of 0", lambda c: c.accept(0, [3])),
     "accept without indptr": ("needs path_indptr", lambda c: c.accept([0, 4], [1, 5])),
@@ -88,3 +93,11 @@ def test_bad_input_is_refused_in_one_line_and_changes_nothing(name: str) -> None
         call(cache)
     assert "\n" not in str(caught.value)
     assert state_of(cache) == before and bool(cache.k_cache[0].isnan().all())
+
+
+def test_rows_that_require_grad_are_stored_as_values() -> None:
+    cache = PagedKVCache(SHAPE, 300, 4)
+    cache.insert_tree(forest())
+    cache.write(range(6), K.clone().requires_grad_(), K)
+    assert not cache.k_cache[0].requires_grad
+    assert bool((cache.gather(range(6))[0] == K).all())

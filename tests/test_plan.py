@@ -110,6 +110,48 @@ def test_an_item_over_its_tile():
         replace(wide, tiles=small).validate()
 
 
+@pytest.mark.parametrize("name", ["chunk_indptr", "mixed_indptr", "item_run_indptr"])
+def test_a_piece_handed_to_another_item(name):
+    plan = plan_tree(ODD, SHAPE, "flatten", block_kv=24, tile={"block_m": 16, "block_n": 16})
+    indptr = getattr(plan, name)
+    at = int(np.flatnonzero(np.diff(indptr)[1:] > 0)[0]) + 1
+    bad = replace(plan, **{name: changed(indptr, at, indptr[at] + 1)})
+    with pytest.raises(ValueError, match="not a run of that item"):
+        bad.validate()
+
+
+@pytest.mark.parametrize("name", ["chunk_indptr", "item_query_indptr", "merge_indptr"])
+def test_offsets_that_leave_entries_out(plan, name):
+    indptr = getattr(plan, name)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        replace(plan, **{name: changed(indptr, 0, 1)}).validate()
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        replace(plan, **{name: indptr[:-1]}).validate()
+
+
+@pytest.mark.parametrize(
+    "name,message",
+    [("run_node", "is of node"), ("item_tile", "has a tile"), ("chunk_run", "not a run")],
+)
+def test_an_id_out_of_range(plan, name, message):
+    with pytest.raises(ValueError, match=message):
+        replace(plan, **{name: changed(getattr(plan, name), 0, 1000)}).validate()
+
+
+def test_a_mask_bit_lost_under_a_pure_chunk(plan):
+    """Binding lists the chunk under its mask where the pool's slots are not consecutive."""
+    run = plan.chunk_run[0]
+    flipped = plan.run_mask[run, 0] ^ np.uint64(1)
+    with pytest.raises(ValueError, match="mask leaves out query 0"):
+        replace(plan, run_mask=changed(plan.run_mask, (run, 0), flipped)).validate()
+
+
+def test_an_open_run_that_ends_before_its_node(plan):
+    at = int(np.flatnonzero(plan.run_open)[0])
+    with pytest.raises(ValueError, match="is open but has an end other"):
+        replace(plan, run_end=changed(plan.run_end, at, plan.run_end[at] - 1)).validate()
+
+
 def test_validation_against_another_tree(plan):
     longer = ODD.with_lengths(ODD.node_len + 1)
     with pytest.raises(ValueError):

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from deft.planners import PLANNERS, make_plan, plan_tree
 from deft.shape import HeadShape, TileConfig
 from deft.topologies import few_shot, layered
+from deft.tree import DecodeTree
 from tests.layered_suite import LAYERED_SUITE
 from tests.trees import NAMED, STRATEGIES, random_forests
 
@@ -81,6 +82,20 @@ def test_cascade_runs_level_by_level():
     assert sorted({phase for phase, *_ in plan.launches}) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("strategy", PLANNERS)
+def test_a_tree_without_nodes_has_an_empty_plan(strategy):
+    plan = plan_tree(DecodeTree([], [], []), SHAPE, strategy)
+    plan.validate()
+    assert plan.num_items == plan.num_launches == plan.io().total == 0
+
+
+@pytest.mark.parametrize("strategy", ["node_chunk", "flatten", "cascade", "deft_paper"])
+def test_a_block_beyond_any_tree_is_the_whole_tree(strategy):
+    plan = plan_tree(NAMED["few_shot"], SHAPE, strategy, block_kv=2**63)
+    plan.validate()
+    assert plan.item_tokens.max() <= NAMED["few_shot"].num_tokens
+
+
 @pytest.mark.parametrize(
     "options,message",
     [
@@ -95,6 +110,16 @@ def test_cascade_runs_level_by_level():
         ({"strategy": "node_chunk", "block_kv": -1}, "block_kv must be positive"),
         ({"strategy": "flatten", "query_cap": 1000}, "query_cap must be in"),
         ({"strategy": "sequence", "split_len": "some"}, "split_len must be"),
+        ({"strategy": "sequence", "split_len": 1.5}, "split_len must be positive and an integer"),
+        ({"strategy": "deft_paper", "block_kv": 0}, "block_kv must be positive"),
+        ({"strategy": "deft_paper", "block_kv": -1}, "block_kv must be positive"),
+        ({"strategy": "flatten", "block_kv": 24.5}, "block_kv must be positive and an integer"),
+        ({"strategy": "cascade", "block_kv": "64"}, "block_kv must be positive and an integer"),
+        ({"strategy": "flatten", "query_cap": 1.5}, "query_cap must be positive and an integer"),
+        ({"strategy": "node", "partial_dtype": "int8"}, "partial_dtype must be one of"),
+        ({"strategy": "node", "tile": 64}, "tile must be"),
+        ({"strategy": "node", "tile": {"block_m": 64.0}}, "block_m must be an integer"),
+        ({"strategy": "node", "num_qo_heads": 8.0}, "num_qo_heads must be an integer"),
         ({"strategy": "node", "tile": {"block_k": 3}}, "tile keys are"),
         ({"strategy": "node", "tile": {"block_m": 24}}, "power of two"),
         ({"strategy": "node", "dtype_bytes": 1}, "dtype_bytes must be one of"),

@@ -169,8 +169,17 @@ def test_replicate_shares_nothing_between_requests() -> None:
 
 
 BAD_CALLS: dict[str, tuple[Callable[[], DecodeTree], str]] = {
-    "few_shot width": (lambda: few_shot(5, 0, 1), "width must be >= 1, got 0"),
-    "few_shot suffix": (lambda: few_shot(5, 1, -1), "suffix_len must be >= 0, got -1"),
+    "few_shot width": (lambda: few_shot(5, 0, 1), "width must be >= 1 and an integer, got 0"),
+    "few_shot suffix": (lambda: few_shot(5, 1, -1), "suffix_len must be >= 0 and an integer"),
+    "few_shot half a token": (lambda: few_shot(10.5, 2, 3), "prompt_len must be .* got 10.5"),  # type: ignore[arg-type]
+    "layered half a token": (lambda: layered([1], [2.5]), "integers, at each level"),  # type: ignore[list-item]
+    "kary half a branch": (lambda: kary(2.5, 3, 1), "branching must be .* got 2.5"),  # type: ignore[arg-type]
+    "kary half a root": (lambda: kary(2, 3, 1, 0.5), "root_len must be .* got 0.5"),  # type: ignore[arg-type]
+    "from_choices half a token": (lambda: from_choices([[0]], 5.5), "prompt_len must be"),  # type: ignore[arg-type]
+    "thought half a branch": (lambda: thought(9, 2.5, 3, 5), "integers, at each level"),  # type: ignore[arg-type]
+    "beam half a token": (lambda: beam(1.5, 2, 3), "prompt_len must be"),  # type: ignore[arg-type]
+    "replicate half": (lambda: replicate(ODD, 1.5), "batch must be"),  # type: ignore[arg-type]
+    "kary without end": (lambda: kary(10, 10**7, 1), "beyond this generator"),
     "layered none": (lambda: layered([], []), "non-empty lists"),
     "layered unequal": (lambda: layered([1, 2], [3]), "equally long"),
     "layered no nodes": (lambda: layered([1, 0], [3, 3]), "want >= 1 nodes"),
@@ -185,6 +194,10 @@ BAD_CALLS: dict[str, tuple[Callable[[], DecodeTree], str]] = {
     "forest": (lambda: forest([]), "a forest needs at least one tree"),
     "replicate": (lambda: replicate(ODD, 0), "batch must be >= 1"),
 }
+
+
+def test_branching_may_be_a_numpy_number() -> None:
+    assert thought(9, np.int64(2), 3, 5) == thought(9, 2, 3, 5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

@@ -18,6 +18,7 @@ from deft.planners.tiles import (
     auto_block_kv,
     cut_streams,
     piece_ends,
+    positive,
     resolve_tiles,
 )
 from deft.shape import HeadShape, TileConfig
@@ -87,13 +88,12 @@ def plan_flatten(
     """
     tiles = resolve_tiles(tile, shape, long_runs=True)
     most = tiles[-1].queries_per_item(shape.group_size)
-    cap = most if query_cap is None else query_cap
-    if not 1 <= cap <= most:
+    cap = most if query_cap is None else positive("query_cap", query_cap)
+    if cap > most:
         raise ValueError(f"query_cap must be in 1..{most} for tile {tiles[-1]}, got {cap}")
     block = _flatten_block(tree, shape, tiles, cap, device) if block_kv is None else block_kv
-    if block < 1:
-        raise ValueError(f"block_kv must be positive, got {block}")
-    return build_plan("flatten", tree, shape, tiles, _flatten_work(tree, block, cap), partial_dtype)
+    work = _flatten_work(tree, positive("block_kv", block), cap)
+    return build_plan("flatten", tree, shape, tiles, work, partial_dtype)
 
 
 def _flatten_block(
@@ -125,9 +125,12 @@ def plan_deft_paper(
     partial_dtype: str | None = None,
 ) -> Plan:
     """DeFT-Flatten as the paper's release ran it: blocks of 128 tokens, at most 32 queries a
-    block's item, one CTA per query head (the group is not packed)."""
+    block's item, one CTA per query head (the group is not packed).
+
+    Raises:
+        ValueError: block_kv below 1, or tiles that do not fit the shape.
+    """
     tiles = resolve_tiles(paper_tile(shape) if tile is None else tile, shape)
     cap = min(PAPER_QUERY_CAP, tiles[-1].queries_per_item(shape.group_size))
-    return build_plan(
-        "deft_paper", tree, shape, tiles, _flatten_work(tree, block_kv, cap), partial_dtype
-    )
+    work = _flatten_work(tree, positive("block_kv", block_kv), cap)
+    return build_plan("deft_paper", tree, shape, tiles, work, partial_dtype)

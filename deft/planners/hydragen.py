@@ -32,12 +32,13 @@ def shared_levels(tree: DecodeTree) -> int:
     whole = np.zeros(tree.num_nodes, bool)
     whole[seg.node[(seg.end - seg.start) == tree.node_len[seg.node]]] = True
     whole |= tree.node_len == 0
-    for level in range(int(tree.depth.max()) + 1):
+    num_levels = int(tree.depth.max(initial=-1)) + 1
+    for level in range(num_levels):
         here = tree.depth == level
         is_equal = np.ptp(tree.node_len[here]) == 0 and np.ptp(queries[here]) == 0
         if not (is_equal and whole[here].all() and queries[here][0] > 1):
             return level
-    return int(tree.depth.max()) + 1
+    return num_levels
 
 
 def plan_hydragen(

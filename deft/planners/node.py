@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from deft.plan import Plan
 from deft.plan_builder import WorkList, build_plan
-from deft.planners.tiles import DEFAULT_NUM_SMS, TileOption, auto_block_kv, resolve_tiles
+from deft.planners.tiles import DEFAULT_NUM_SMS, TileOption, auto_block_kv, positive, resolve_tiles
 from deft.shape import HeadShape, TileConfig
 from deft.tree import DecodeTree, indptr_of, segment_arange
 
@@ -107,8 +107,7 @@ def plan_node_chunk(
     """
     tiles = resolve_tiles(tile, shape)
     block = node_block(tree, shape, tiles, device) if block_kv is None else block_kv
-    if block < 1:
-        raise ValueError(f"block_kv must be positive, got {block}")
+    block = positive("block_kv", block)
     return build_plan(
         "node_chunk", tree, shape, tiles, tiled_segments(tree, shape, tiles, block), partial_dtype
     )
@@ -130,7 +129,6 @@ def plan_cascade(
     """
     tiles = resolve_tiles(tile, shape)
     block = node_block(tree, shape, tiles, device) if block_kv is None else block_kv
-    if block < 1:
-        raise ValueError(f"block_kv must be positive, got {block}")
+    block = positive("block_kv", block)
     work = tiled_segments(tree, shape, tiles, block, by_level=True)
     return build_plan("cascade", tree, shape, tiles, work, partial_dtype)

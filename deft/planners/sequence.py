@@ -19,6 +19,7 @@ from deft.planners.tiles import (
     auto_block_kv,
     cut_streams,
     piece_ends,
+    positive,
     resolve_tiles,
 )
 from deft.shape import HeadShape
@@ -100,6 +101,6 @@ def split_block(
     if split_len == "auto":
         sms = device.num_sms if device else DEFAULT_NUM_SMS
         return auto_block_kv(tokens, heads, sms, low=128, ctas_per_sm=4)
-    if isinstance(split_len, str) or split_len < 1:
+    if isinstance(split_len, str):
         raise ValueError(f'split_len must be None, "auto" or a positive number, got {split_len!r}')
-    return int(split_len)
+    return positive("split_len", split_len)

@@ -44,6 +44,8 @@ def resolve_tiles(
         tiles: tuple[TileConfig, ...] = default_tiles(shape, long_runs)
     elif isinstance(tile, TileConfig | Mapping):
         tiles = (_as_tile(tile),)
+    elif not isinstance(tile, Iterable):
+        raise ValueError(f"tile must be a tile's keys or a list of them, got {tile!r}")
     else:
         tiles = tuple(_as_tile(one) for one in tile)
     if len({t.pack_group for t in tiles}) > 1:
@@ -54,6 +56,17 @@ def resolve_tiles(
             f"group_size {shape.group_size} needs a tile of that many rows, got {list(tiles)}"
         )
     return tuple(sorted(fitting, key=lambda t: t.block_m))
+
+
+def positive(name: str, value: Any) -> int:
+    """The value of a planner's option that counts tokens or queries.
+
+    Raises:
+        ValueError: not an integer, or below 1.
+    """
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be positive and an integer, got {value!r}")
+    return min(int(value), 2**31)  # no tree holds more tokens
 
 
 def _as_tile(tile: TileConfig | Mapping[str, Any]) -> TileConfig:
