@@ -7,15 +7,14 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from deft.plan import Plan
 from deft.planners.fasttree import plan_fasttree
 from deft.planners.flatten import plan_deft_paper, plan_flatten
 from deft.planners.hydragen import plan_hydragen
 from deft.planners.node import plan_cascade, plan_node, plan_node_chunk
 from deft.planners.pat import plan_pat
-from deft.planners.sequence import plan_sequence
+from deft.planners.sequence import plan_sequence, split_block
+from deft.planners.tiles import positive
 from deft.shape import DTYPE_BYTES, HeadShape
 from deft.tree import DecodeTree
 
@@ -48,13 +47,9 @@ def check_options(strategy: str, options: dict[str, Any]) -> None:
     if unknown:
         raise ValueError(f"strategy {strategy!r} has no option {unknown}; it has {sorted(known)}")
     for name in ("block_kv", "query_cap"):
-        value = options.get(name)
-        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and not (is_whole and value > 0):
-            raise ValueError(f"{name} must be positive and whole, or None; got {value!r}")
-    split_len = options.get("split_len")
-    if isinstance(split_len, float | bool | list | tuple):
-        raise ValueError(f'split_len must be None, "auto" or a positive number, got {split_len!r}')
+        if options.get(name) is not None:
+            positive(name, options[name])
+    split_block(options.get("split_len"), 1, 1, None)
     partial_dtype = options.get("partial_dtype")
     if partial_dtype not in (None, *DTYPE_BYTES):
         raise ValueError(
