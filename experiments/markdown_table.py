@@ -2,8 +2,8 @@
 
     python -m experiments.markdown_table [results/h200/layered_suite] [--model llama3_8b]
 
-Prints the table of the README. Peers' figures are read from the shared folder at run time; where it
-is not there, their columns are left out.
+Prints the table of the README, and what all head layouts together show against peers. Their figures
+are read from the shared folder at run time; where it is not there, their part is left out.
 """
 
 from __future__ import annotations
@@ -105,13 +105,31 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join([head, rule, *body])
 
 
+def peer_summary(df: pd.DataFrame, peers: pd.DataFrame) -> str:
+    """How often ours is faster than peers, over every case that both have, and by how little."""
+    flatten, best = compare_peers(df, peers, "deft_flatten"), compare_peers(df, peers)
+    any_peer = [str(name) for name in best if str(name).endswith("_ratio")]
+    lines = [
+        ("deft_flatten against the DeFT port", flatten["deft_port_ratio"]),
+        ("best of ours against the better FlashInfer cascade", best[_CASCADES].min(axis=1)),
+        ("best of ours against the best of seven peers", best[any_peer].min(axis=1)),
+    ]
+    return "\n".join(
+        f"- {title}: faster in {int((ratio > 1).sum())} of {ratio.notna().sum()} cases, "
+        f"{ratio.min():.2f}x at worst, {math.exp(float(ratio.map(math.log).mean())):.2f}x in the "
+        "geometric mean"
+        for title, ratio in lines
+    )
+
+
 def reference_table(folder: str | Path, model: str) -> str:
     """The table of a results folder, with peers' ratios where their figures can be read."""
+    rows = load_rows(folder)
     try:
         peers = load_peers()
     except ValueError:
-        peers = None
-    return markdown(table_rows(load_rows(folder), model, peers=peers))
+        return markdown(table_rows(rows, model))
+    return markdown(table_rows(rows, model, peers=peers)) + "\n\n" + peer_summary(rows, peers)
 
 
 def main() -> None:

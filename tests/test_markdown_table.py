@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from experiments.markdown_table import markdown, reference_table, table_rows
+from experiments.markdown_table import markdown, peer_summary, reference_table, table_rows
 from experiments.recordings import shared_folder
 from experiments.reference_rows import REFERENCE
 from experiments.schema import checked_row, to_table
@@ -35,13 +35,25 @@ def test_a_line_holds_medians_the_winner_and_a_dash_for_what_was_wrong() -> None
     assert last == "| 1-2-64 / 8-256-32 | 6.0 | 20.0 | 30.0 | - | - | deft_flatten 20.0 |"
 
 
-def test_peers_are_ratios_to_flatten() -> None:
+def peers_of_one_case() -> pd.DataFrame:
     peers = pd.DataFrame([{"workload": NAME, "num_qo_heads": 32, "num_kv_heads": 8}])
     names = ("fasttree", "pat", "deft_port", "flashinfer_decode", "flashinfer_batch_nodes")
     peers[[f"{name}_us" for name in names]] = [[22.0, 25.0, 50.0, 40.0, 60.0]]
     peers[["flashinfer_cascade_fa2_us", "flashinfer_cascade_fa3_us"]] = [[48.0, 44.0]]
-    line = table_rows(rows(), "llama3_8b", peers=peers).iloc[0]
+    return peers
+
+
+def test_peers_are_ratios_to_flatten() -> None:
+    line = table_rows(rows(), "llama3_8b", peers=peers_of_one_case()).iloc[0]
     assert line[["deft_port", "cascade", "best peer"]].tolist() == [2.5, 2.2, 1.1]
+
+
+def test_the_summary_counts_cases() -> None:
+    text = peer_summary(rows(), peers_of_one_case()).splitlines()
+    assert text[0].endswith("faster in 1 of 1 cases, 2.50x at worst, 2.50x in the geometric mean")
+    assert "best of seven peers: faster in 1 of 1 cases, 1.10x" in text[2]
+    slow = rows().assign(latency_us_p50=lambda df: df["latency_us_p50"] * 2)
+    assert "faster in 0 of 1 cases, 0.55x" in peer_summary(slow, peers_of_one_case())
 
 
 def test_a_model_without_rows_is_refused() -> None:
