@@ -118,6 +118,7 @@ class PagedForest:
         Raises:
             PoolFull, ValueError: as insert_tree.
         """
+        self._nodes.rows(under)
         tree = DecodeTree(parent, np.ones(len(parent), np.int32), [])  # type: ignore[arg-type]
         return self.insert_tree(tree, under, share_pages=True)
 
@@ -137,8 +138,8 @@ class PagedForest:
         """
         if not isinstance(num_children, int | np.integer) or num_children < 0:
             raise ValueError(f"num_children must be an integer >= 0, got {num_children!r}")
-        none = np.zeros(num_children, np.int32)
-        return self.insert_tree(DecodeTree(none - 1, none, []), handle)  # type: ignore[arg-type]
+        self._nodes.rows(handle)
+        return self.insert_tree(DecodeTree([-1] * num_children, [0] * num_children, []), handle)  # type: ignore[arg-type]
 
     def append(self, handles: Handles, num_tokens: int | npt.NDArray[Any] = 1) -> LongArray:
         """Add tokens (not written yet) to the end of nodes; nodes below them see the tokens too.

@@ -62,6 +62,8 @@ REFUSED: dict[str, tuple[str, Callable[[PagedKVCache], object]]] = {
     "unsigned append": ("num_tokens must be in", lambda c: c.append(0, np.uint64(2**63))),  # type: ignore[arg-type]
     "append twice": ("listed twice", lambda c: c.append([1, 1])),
     "negative fork": ("num_children must be an integer >= 0, got -1", lambda c: c.fork(0, -1)),
+    "fork of no node": ("node -1 does not live", lambda c: c.fork(-1, 2)),
+    "tokens under no node": ("node -1 does not live", lambda c: c.insert_tokens(-1, [-1])),
     "too few parents": ("one for each of 3 roots", lambda c: c.insert_tokens([0, 1], [-1] * 3)),
     "prune twice": ("listed twice", lambda c: c.prune([1, 1])),
     "k too short": (r"k must have shape \[202, 2, 4\]", lambda c: c.write(range(6), K[1:], K)),
