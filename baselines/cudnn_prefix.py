@@ -206,6 +206,7 @@ class CudnnPrefixAttention:
         self._tree, self._cache = tree, cache
 
     # ---- once a layer ------------------------------------------------------------------------
+    @torch.no_grad()  # a kept output must not gather a graph
     def run(
         self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

@@ -115,6 +115,7 @@ class DenseAttention:
         self.workspace_bytes = _workspace_bytes(tree, shape)
         self.capturable = cache.device.type == "cuda"
 
+    @torch.no_grad()  # a kept output must not gather a graph
     def run(
         self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

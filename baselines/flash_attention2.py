@@ -127,6 +127,7 @@ class FlashAttention2:
         self._out: Tensor | None = None
 
     # ---- once a layer ------------------------------------------------------------------------
+    @torch.no_grad()  # a kept output must not gather a graph
     def run(
         self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

@@ -210,6 +210,7 @@ class FlexAttention:
         )
 
     # ---- once a layer ------------------------------------------------------------------------
+    @torch.no_grad()  # a kept output must not gather a graph
     def run(
         self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +237,7 @@ class FlexAttention:
             if lse is not None:
                 lse.fill_(-torch.inf)
             return target.zero_(), lse
-        rows = q if self._order is None else q.index_select(0, self._order)
+        rows = q.detach() if self._order is None else q.index_select(0, self._order)
         o, row_lse = _operator(q.device.type == "cuda")(
             rows.transpose(0, 1)[None],
             self._k[layer],

@@ -182,6 +182,7 @@ class MedusaDenseAttention:
         self.plan_upload_bytes += sum(x.numel() * x.element_size() for x in uploads)
 
     # ---- once a layer ------------------------------------------------------------------------
+    @torch.no_grad()  # a kept output must not gather a graph
     def run(
         self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

@@ -259,6 +259,17 @@ def test_unsupported_names_the_memory_and_the_shape() -> None:
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)
+def test_a_q_with_a_gradient_leaves_no_graph_behind(kernel_class: type[Kernel]) -> None:
+    shape = HeadShape(4, 2, 64)
+    inputs = make_inputs(SMALL, shape)
+    kernel = kernel_class()
+    kernel.plan(SMALL, make_cache(SMALL, shape, inputs))
+    want = kernel.run(inputs.q)[0].clone()
+    o, _ = kernel.run(inputs.q.clone().requires_grad_())
+    assert torch.equal(o, want) and not o.requires_grad
+
+
+@pytest.mark.parametrize("kernel_class", KERNELS)
 def test_bad_calls_say_what_is_wanted(kernel_class: type[Kernel]) -> None:
     shape = HeadShape(4, 2, 64)
     inputs = make_inputs(SMALL, shape)
