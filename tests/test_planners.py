@@ -135,3 +135,15 @@ def test_bad_options_are_refused_with_a_reason(options, message):
 def test_a_group_larger_than_the_tile_is_refused():
     with pytest.raises(ValueError, match="needs a tile of that many rows"):
         plan_tree(NAMED["odd"], HeadShape(32, 1, 64), "node", tile={"block_m": 16})
+    for strategy in set(PLANNERS) - {"deft_paper"}:
+        with pytest.raises(
+            ValueError, match=r"group_size 71 needs .* got \[TileConfig\(block_m=64"
+        ):
+            plan_tree(NAMED["odd"], HeadShape(71, 1, 64), strategy)
+        plan_tree(NAMED["odd"], HeadShape(71, 1, 64), strategy, tile={"block_m": 128}).validate()
+
+
+def test_deft_paper_takes_none_for_its_block():
+    paper = plan_tree(NAMED["wide"], HeadShape(8, 2, 64), "deft_paper")
+    again = plan_tree(NAMED["wide"], HeadShape(8, 2, 64), "deft_paper", block_kv=None)
+    assert paper.io() == again.io()

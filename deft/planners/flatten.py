@@ -121,16 +121,20 @@ def plan_deft_paper(
     tile: TileOption = None,
     device: DeviceModel | None = None,
     *,
-    block_kv: int = PAPER_BLOCK_KV,
+    block_kv: int | None = None,
     partial_dtype: str | None = None,
 ) -> Plan:
-    """DeFT-Flatten as the paper's release ran it: blocks of 128 tokens, at most 32 queries a
-    block's item, one CTA per query head (the group is not packed).
+    """DeFT-Flatten as the paper's release ran it: at most 32 queries a block's item, one CTA per
+    query head (the group is not packed).
+
+    Args:
+        block_kv: tokens per block; None is the release's 128.
 
     Raises:
         ValueError: block_kv below 1, or tiles that do not fit the shape.
     """
     tiles = resolve_tiles(paper_tile(shape) if tile is None else tile, shape)
     cap = min(PAPER_QUERY_CAP, tiles[-1].queries_per_item(shape.group_size))
-    work = _flatten_work(tree, positive("block_kv", block_kv), cap)
+    block = PAPER_BLOCK_KV if block_kv is None else positive("block_kv", block_kv)
+    work = _flatten_work(tree, block, cap)
     return build_plan("deft_paper", tree, shape, tiles, work, partial_dtype)

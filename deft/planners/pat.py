@@ -53,7 +53,7 @@ def pat_tiles(shape: HeadShape) -> tuple[TileConfig, ...]:
     small = TileConfig(block_m=16, block_n=32, num_warps=1, num_stages=stages)
     middle = TileConfig(block_m=32, block_n=32, num_warps=2, num_stages=stages)
     large = TileConfig(block_m=64, block_n=turn, num_warps=4, num_stages=stages)
-    return tuple(each for each in (small, middle, large) if each.block_m >= shape.group_size)
+    return (*(t for t in (small, middle) if t.block_m >= shape.group_size), large)
 
 
 def _pat_blocks(shape: HeadShape, lengths: LongArray) -> LongArray:
