@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from deft.kv_cache import PagedKVCache
 from deft.plan import Plan
 from deft.planners import check_options, plan_tree
 from deft.shape import HeadShape, dtype_name
-from deft.tensor_checks import check_run, check_sm_scale, check_tensor
+from deft.tensor_checks import check_headroom, check_run, check_sm_scale, check_tensor
 from deft.tree import DecodeTree
 
 __all__ = ["AttentionKernel", "TreeAttention", "tree_attention"]
@@ -72,8 +71,7 @@ class TreeAttention:
             raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
         check_options(planner, planner_options)
         check_sm_scale(sm_scale)
-        if not isinstance(headroom, int | np.integer) or headroom < 0:
-            raise ValueError(f"headroom must be an integer >= 0, got {headroom!r}")
+        check_headroom(headroom)
         self.planner, self.backend, self.sm_scale = planner, backend, sm_scale
         self.name = name or planner
         self.headroom = headroom

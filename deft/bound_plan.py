@@ -18,6 +18,7 @@ from torch import Tensor
 from deft.kv_cache import PagedKVCache
 from deft.plan import Plan
 from deft.shape import torch_dtype
+from deft.tensor_checks import check_headroom
 from deft.tree import indptr_of, segment_arange
 
 _INT32_MAX = 2**31 - 1
@@ -35,8 +36,9 @@ class BoundPlan:
         headroom: int = 64,
     ) -> None:
         tree = plan.tree
+        check_headroom(headroom)
         self.plan, self.cache, self.headroom = plan, cache, headroom
-        self.nodes = np.arange(tree.num_nodes) if nodes is None else np.asarray(nodes, np.int64)
+        self.nodes = np.arange(tree.num_nodes) if nodes is None else np.array(nodes)
         self._check_cache()
         self._locate_nodes()
         self._place_tokens()
@@ -62,6 +64,11 @@ class BoundPlan:
             raise ValueError(
                 f"the plan is for {mine.num_kv_heads} KV heads x {mine.head_dim}, "
                 f"the cache holds {theirs.num_kv_heads} x {theirs.head_dim}"
+            )
+        if mine.num_qo_heads != theirs.num_qo_heads:
+            raise ValueError(
+                f"the plan is for {mine.num_qo_heads} query heads, "
+                f"the cache's shape has {theirs.num_qo_heads}"
             )
         if len(self.nodes) != plan.tree.num_nodes:
             raise ValueError(f"nodes has {len(self.nodes)} handles for {plan.tree.num_nodes} nodes")

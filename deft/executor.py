@@ -16,6 +16,7 @@ from torch import Tensor
 from deft.bound_plan import BoundPlan
 
 
+@torch.no_grad()  # as the kernels: o may be a kept buffer, which must not gather a graph
 def run_torch(
     bound: BoundPlan, q: Tensor, layer: int, o: Tensor, lse: Tensor | None, sm_scale: float
 ) -> None:

@@ -28,7 +28,10 @@ class Snapshot(NamedTuple):
         Raises:
             ValueError: a handle that is not in the snapshot, or a bad query_len (see DecodeTree).
         """
-        wanted = np.atleast_1d(np.asarray(query_handles)).astype(np.int64)
+        wanted = np.atleast_1d(np.asarray(query_handles))
+        if wanted.size and (wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer)):
+            raise ValueError(f"query handles must be integers in one dimension, got {wanted.dtype}")
+        wanted = wanted.astype(np.int64)
         order = np.argsort(self.handles)
         at = np.searchsorted(self.handles, wanted, sorter=order)
         node = order[np.minimum(at, len(order) - 1)] if len(order) else np.zeros(0, np.int64)

@@ -22,6 +22,12 @@ def check_sm_scale(sm_scale: float | None) -> None:
         raise ValueError(f"sm_scale must be a positive number or None, got {sm_scale!r}")
 
 
+def check_headroom(headroom: int) -> None:
+    """Whole and not negative."""
+    if not isinstance(headroom, int | np.integer) or headroom < 0:
+        raise ValueError(f"headroom must be an integer >= 0, got {headroom!r}")
+
+
 def check_tensor(name: str, x: Any, want: Sequence[int], dtype: Any, device: Any) -> None:
     """A tensor of this shape, dtype and device."""
     if not isinstance(x, Tensor):

@@ -154,6 +154,14 @@ def test_keys_and_values_that_require_grad():
     assert torch.equal(o, tree_attention(GOOD.q, GOOD.k, GOOD.v, ODD))
 
 
+def test_a_q_with_a_gradient_leaves_no_graph_in_the_kept_output():
+    kernel = TreeAttention("flatten", backend="torch")
+    kernel.plan(ODD, make_cache(ODD, SHAPE, GOOD))
+    want = kernel.run(GOOD.q)[0].clone()
+    o, _ = kernel.run(GOOD.q.clone().requires_grad_())
+    assert torch.equal(o, want) and not o.requires_grad
+
+
 def test_plan_refuses_a_cache_that_holds_another_tree():
     kernel = TreeAttention("node", backend="torch")
     cache = PagedKVCache(SHAPE, 300, 1)

@@ -3,6 +3,8 @@ for."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -139,6 +141,13 @@ def test_bind_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="handles for"):
         plan.bind(make_cache(ODD, SHAPE, make_inputs(ODD, SHAPE)), nodes=np.arange(3))
     cache = make_cache(ODD, SHAPE, make_inputs(ODD, SHAPE), spare_pages=1)
+    with pytest.raises(ValueError, match="must be integers"):
+        plan.bind(cache, nodes=np.arange(ODD.num_nodes) + 0.5)
+    for headroom in (-5, 1.5, "a", None):
+        with pytest.raises(ValueError, match="headroom must be an integer >= 0"):
+            plan.bind(cache, headroom=headroom)
+    with pytest.raises(ValueError, match="the plan is for 8 query heads"):
+        plan_tree(ODD, replace(SHAPE, num_qo_heads=8), "node").bind(cache)
     cache.append(np.array([0]), 1)
     with pytest.raises(ValueError, match="plan again"):
         plan.bind(cache)

@@ -69,6 +69,7 @@ REFUSED: dict[str, tuple[str, Callable[[PagedKVCache], object]]] = {
     "k too short": (r"k must have shape \[202, 2, 4\]", lambda c: c.write(range(6), K[1:], K)),
     "v in half": ("v must be torch.float32 on cpu", lambda c: c.write(range(6), K, K.half())),
     "v elsewhere": ("got torch.float32 on meta", lambda c: c.write(range(6), K, K.to("meta"))),
+    "float queries": ("must be integers", lambda c: c.snapshot().tree(np.array([0.5]))),
     "layer 1 of 1": ("layer must be in 0..0, got 1", lambda c: c.write(range(6), K, K, 1)),
     "layer half": ("layer must be in 0..0, got 0.5", lambda c: c.gather(0, 0.5)),  # type: ignore[arg-type]
     "k as a list": ("k must be a tensor, got list", lambda c: c.write(0, [1], K)),  # type: ignore[arg-type]
