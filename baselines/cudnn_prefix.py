@@ -19,18 +19,16 @@ from functools import cache as memoize
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baselines.plan_checks import tree_slots
+from baselines.baseline import Baseline
 from baselines.tree_kv import tree_kv
 from deft.attention import TreeAttention
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run
 from deft.tree import DecodeTree, LongArray, segment_arange
 
 BACKENDS = ("cudnn", "flash")
@@ -67,7 +65,7 @@ def two_levels(tree: DecodeTree) -> TwoLevels:
     return TwoLevels(prefix, rest, rest_nodes)
 
 
-class CudnnPrefixAttention:
+class CudnnPrefixAttention(Baseline):
     """The shared prefix through SDPA, the rest through a planner, merged by LSE.
 
     Args:
@@ -80,14 +78,6 @@ class CudnnPrefixAttention:
         ValueError: another backend, or an unknown planner.
     """
 
-    path = ""
-    kv_layout = "shared"
-    layout_us = 0.0
-    layout_bytes = 0
-    plan_upload_bytes = 0
-    workspace_bytes = 0
-    capturable = False
-
     def __init__(
         self,
         name: str = "cudnn_prefix",
@@ -97,10 +87,10 @@ class CudnnPrefixAttention:
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-        self.name, self.backend, self.sm_scale = name, backend, sm_scale
+        super().__init__(name, sm_scale)
+        self.backend = backend
         options: dict[str, Any] = {"split_len": "auto"} if rest == "sequence" else {}
         self._rest = TreeAttention(rest, sm_scale=sm_scale, **options)
-        self._cache: PagedKVCache | None = None
         self._counted: tuple[DecodeTree, TwoLevels] | None = None
 
     def _levels(self, tree: DecodeTree) -> TwoLevels:
@@ -166,36 +156,22 @@ class CudnnPrefixAttention:
         return rest + predict_us(prefix, flops, device_model, ctas, launches)
 
     # ---- once a step -------------------------------------------------------------------------
-    def plan(
-        self, tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None = None
+    def _plan(
+        self, tree: DecodeTree, cache: PagedKVCache, slots: LongArray, nodes: LongArray
     ) -> None:
-        """Cut the tree, plan the rest, find the prefix's K and V.
-
-        Args:
-            nodes: cache handle of each tree node; default 0..num_nodes-1.
-
-        Raises:
-            ValueError: the cache does not hold the tree, or unsupported() has a reason.
-        """
-        shape, device = cache.shape, cache.device
-        reason = self.unsupported(shape, tree, cache.page_size, device)
-        if reason:
-            raise ValueError(reason)
-        slots = tree_slots(tree, cache, nodes)
-        handles = np.arange(tree.num_nodes) if nodes is None else np.asarray(nodes, np.int64)
+        """Cut the tree, plan the rest, find the prefix's K and V."""
         levels = self._levels(tree)
-        self._rest.plan(levels.rest, cache, handles[levels.rest_nodes])
+        self._rest.plan(levels.rest, cache, nodes[levels.rest_nodes])
         counts = tree.node_len[levels.prefix].astype(np.int64)
         where = np.repeat(tree.node_start[levels.prefix], counts) + segment_arange(counts)
         found = tree_kv(cache, slots[where])
         self._k = [k.transpose(0, 1)[None] for k in found.k]
         self._v = [v.transpose(0, 1)[None] for v in found.v]
-        self.kv_layout, self.layout_us = found.kv_layout, found.layout_us
-        self.layout_bytes = found.layout_bytes
-        self.plan_upload_bytes = self._rest.plan_upload_bytes + found.upload_bytes
+        self._take(found)
+        self.plan_upload_bytes += self._rest.plan_upload_bytes
+        shape, device = cache.shape, cache.device
         size = (tree.num_qo, shape.num_qo_heads, shape.head_dim)
-        self._out = torch.empty(size, dtype=torch_dtype(shape.dtype), device=device)
-        self._below = torch.empty_like(self._out)
+        self._below = torch.empty(size, dtype=torch_dtype(shape.dtype), device=device)
         self._below_lse = torch.empty(size[:2], dtype=torch.float32, device=device)
         self.workspace_bytes = self._rest.workspace_bytes + self._below.nbytes * 2
         self._has_prefix = len(where) > 0
@@ -203,37 +179,16 @@ class CudnnPrefixAttention:
         vendor = f"torch sdpa {self.backend if on_gpu else 'cpu'}"
         self.path = f"{vendor} + {self._rest.path}" if self._has_prefix else self._rest.path
         self.capturable = self._rest.capturable
-        self._tree, self._cache = tree, cache
 
     # ---- once a layer ------------------------------------------------------------------------
-    @torch.no_grad()  # a kept output must not gather a graph
-    def run(
-        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer.
-
-        Args:
-            q: [num_qo, num_qo_heads, head_dim], contiguous, the cache's dtype and device.
-            layer: layer of the cache.
-            out: buffer like q to write; default: one kept buffer, rewritten by each run.
-            lse: fp32 [num_qo, num_qo_heads] to fill with the natural-log LSE; None: not written.
-
-        Returns:
-            (out, lse); a query that sees nothing gets o = 0, lse = -inf.
-
-        Raises:
-            ValueError: run() before plan(), or a tensor that does not fit the plan.
-        """
-        cache = self._cache
-        if cache is None:
-            raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
-        target = self._out if out is None else out
+    def _run(
+        self, cache: PagedKVCache, q: Tensor, layer: int, out: Tensor, lse: Tensor | None
+    ) -> Tensor:
         if not self._has_prefix:
-            return self._rest.run(q, layer, out=target, lse=lse)
+            return self._rest.run(q, layer, out=out, lse=lse)[0]
         shape = cache.shape
         self._rest.run(q, layer, out=self._below, lse=self._below_lse)
-        grouped = (self._tree.num_qo, shape.num_kv_heads, shape.group_size, shape.head_dim)
+        grouped = (len(q), shape.num_kv_heads, shape.group_size, shape.head_dim)
         rows = q.view(grouped).transpose(0, 1).reshape(1, shape.num_kv_heads, -1, shape.head_dim)
         above, above_lse = self._attend(rows, self._k[layer], self._v[layer])
         above = above.view(grouped[1], grouped[0], *grouped[2:]).transpose(0, 1)
@@ -241,10 +196,10 @@ class CudnnPrefixAttention:
         merged, merged_lse = _merge(q.device.type == "cuda")(
             above, above_lse, self._below.view(grouped), self._below_lse.view(grouped[:3])
         )
-        target.view(grouped).copy_(merged)
+        out.view(grouped).copy_(merged)
         if lse is not None:
             lse.view(grouped[:3]).copy_(merged_lse)
-        return target, lse
+        return out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(o, lse) of dense attention, [1, heads, rows, head_dim] and [1, heads, rows(, 1)]."""

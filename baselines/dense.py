@@ -16,17 +16,16 @@ fp32 inputs skip the two casts on the left; fp64 inputs are computed in fp64 and
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baselines.plan_checks import memory_reason, path_tokens, tree_slots
+from baselines.baseline import Baseline
+from baselines.plan_checks import memory_reason, path_tokens
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
-from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run, check_sm_scale
-from deft.tree import DecodeTree
+from deft.shape import HeadShape
+from deft.tree import DecodeTree, LongArray
 
 _LOGIT_PASSES = 8
 _ROW_PASSES = 4
@@ -34,7 +33,7 @@ _SLOT_BYTES = 4
 _LAUNCHES_PER_QUERY = 10  # two gathers, two products, amax, sub, exp, sum, div, store
 
 
-class DenseAttention:
+class DenseAttention(Baseline):
     """Dense attention over each query's gathered path.
 
     Args:
@@ -43,18 +42,9 @@ class DenseAttention:
     """
 
     path = "torch gather + bmm"
-    kv_layout = "shared"
-    layout_us = 0.0
-    layout_bytes = 0
-    plan_upload_bytes = 0
-    workspace_bytes = 0
-    capturable = False
 
     def __init__(self, name: str = "dense", sm_scale: float | None = None) -> None:
-        check_sm_scale(sm_scale)
-        self.name = name
-        self.sm_scale = sm_scale
-        self._cache: PagedKVCache | None = None
+        super().__init__(name, sm_scale)
 
     def unsupported(
         self, shape: HeadShape, tree: DecodeTree, page_size: int, device: torch.device | str
@@ -90,54 +80,19 @@ class DenseAttention:
         io = self.io(tree, shape, page_size)
         return predict_us(io, tree.flops(shape), device_model, num_launches=launches)
 
-    def plan(
-        self, tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None = None
+    def _plan(
+        self, tree: DecodeTree, cache: PagedKVCache, slots: LongArray, nodes: LongArray
     ) -> None:
-        """Upload the pool slots of every query's path.
-
-        Args:
-            nodes: cache handle of each tree node; default 0..num_nodes-1.
-
-        Raises:
-            ValueError: the cache does not hold the tree.
-        """
-        slots = tree_slots(tree, cache, nodes)
+        """Upload the pool slots of every query's path."""
         table = torch.from_numpy(slots[path_tokens(tree)[1]].astype(np.int32)).to(cache.device)
         self._slots = torch.split_with_sizes(table, tree.query_kv_len.tolist())
-        shape = cache.shape
-        self._out = torch.empty(
-            (tree.num_qo, shape.num_qo_heads, shape.head_dim),
-            dtype=torch_dtype(shape.dtype),
-            device=cache.device,
-        )
-        self._tree, self._cache = tree, cache
         self.plan_upload_bytes = table.numel() * _SLOT_BYTES
-        self.workspace_bytes = _workspace_bytes(tree, shape)
+        self.workspace_bytes = _workspace_bytes(tree, cache.shape)
         self.capturable = cache.device.type == "cuda"
 
-    @torch.no_grad()  # a kept output must not gather a graph
-    def run(
-        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer.
-
-        Args:
-            q: [num_qo, num_qo_heads, head_dim], contiguous, the cache's dtype and device.
-            layer: layer of the cache.
-            out: buffer like q to write; default: one kept buffer, rewritten by each run.
-            lse: fp32 [num_qo, num_qo_heads] to fill with the natural-log LSE; None: not computed.
-
-        Returns:
-            (out, lse); a query that sees nothing gets o = 0, lse = -inf.
-
-        Raises:
-            ValueError: run() before plan(), or a tensor that does not fit the plan.
-        """
-        cache = self._cache
-        if cache is None:
-            raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
-        out = self._out if out is None else out
+    def _run(
+        self, cache: PagedKVCache, q: Tensor, layer: int, out: Tensor, lse: Tensor | None
+    ) -> Tensor:
         shape = cache.shape
         wide = torch.float64 if shape.dtype == "float64" else torch.float32
         scale = shape.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
@@ -161,7 +116,7 @@ class DenseAttention:
             out[query].view(grouped).copy_(mean)
             if lse is not None:
                 lse[query].copy_((maximum + total.log()).view(-1))
-        return out, lse
+        return out
 
 
 def _compute_bytes(shape: HeadShape) -> int:

@@ -14,25 +14,23 @@ of that split are not counted.
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baselines.plan_checks import memory_reason, path_tokens, tree_slots
+from baselines.baseline import Baseline
+from baselines.plan_checks import memory_reason, path_tokens
+from baselines.tree_kv import tree_kv
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape
-from deft.tensor_checks import check_run, check_sm_scale
-from deft.tree import DecodeTree
+from deft.tree import DecodeTree, LongArray
 
 _INDEX_BYTES = 4
 
 
-class FlashAttention2:
+class FlashAttention2(Baseline):
     """FlashAttention-2 over each query's own copy of its path.
 
     Args:
@@ -41,17 +39,10 @@ class FlashAttention2:
     """
 
     path = "torch aten::_flash_attention_forward"
-    kv_layout = "own_copy"
-    layout_us = 0.0
-    layout_bytes = 0
-    plan_upload_bytes = 0
-    workspace_bytes = 0
     capturable = True
 
     def __init__(self, name: str = "flash_attention2", sm_scale: float | None = None) -> None:
-        check_sm_scale(sm_scale)
-        self.name, self.sm_scale = name, sm_scale
-        self._cache: PagedKVCache | None = None
+        super().__init__(name, sm_scale)
 
     def unsupported(
         self, shape: HeadShape, tree: DecodeTree, page_size: int, device: torch.device | str
@@ -90,72 +81,27 @@ class FlashAttention2:
         return predict_us(io, tree.flops(shape), device_model, ctas, launches)
 
     # ---- once a step -------------------------------------------------------------------------
-    def plan(
-        self, tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None = None
+    def _plan(
+        self, tree: DecodeTree, cache: PagedKVCache, slots: LongArray, nodes: LongArray
     ) -> None:
-        """Copy every query's path out of the pool.
-
-        Args:
-            nodes: cache handle of each tree node; default 0..num_nodes-1.
-
-        Raises:
-            ValueError: the cache does not hold the tree, or unsupported() has a reason.
-        """
-        shape, device = cache.shape, cache.device
-        slots = tree_slots(tree, cache, nodes)
-        reason = self.unsupported(shape, tree, cache.page_size, device)
-        if reason:
-            raise ValueError(reason)
+        """Copy every query's path out of the pool."""
+        device = cache.device
         indptr, tokens = path_tokens(tree)
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        where = torch.from_numpy(slots[tokens]).to(device)
-        flat = (-1, shape.num_kv_heads, shape.head_dim)
-        self._k = [pool.view(flat).index_select(0, where) for pool in cache.k_cache]
-        self._v = [pool.view(flat).index_select(0, where) for pool in cache.v_cache]
-        torch.cuda.synchronize(device)
-        self.layout_us = (time.perf_counter() - begin) * 1e6
-        self.layout_bytes = 2 * len(tokens) * shape.kv_token_bytes * len(self._k)
+        found = tree_kv(cache, slots[tokens])
+        self._take(found)
+        self._k, self._v = found.k, found.v
         self.workspace_bytes = self.layout_bytes // 2
         starts = np.stack([np.arange(tree.num_qo + 1), indptr]).astype(np.int32)
         self._query_starts, self._token_starts = torch.from_numpy(starts).to(device)
         self._longest = int(tree.query_kv_len.max()) if tree.num_qo else 0
         blind = np.flatnonzero(tree.query_kv_len == 0)
         self._blind = torch.from_numpy(blind).to(device)
-        self.plan_upload_bytes = where.nbytes + starts.nbytes + self._blind.nbytes
-        self._tree, self._cache = tree, cache
-        self._out: Tensor | None = None
+        self.plan_upload_bytes += starts.nbytes + self._blind.nbytes
 
     # ---- once a layer ------------------------------------------------------------------------
-    @torch.no_grad()  # a kept output must not gather a graph
-    def run(
-        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer.
-
-        Args:
-            q: [num_qo, num_qo_heads, head_dim], contiguous, the cache's dtype and device.
-            layer: layer of the cache.
-            out: buffer like q to write; default: one kept buffer, rewritten by each run.
-            lse: fp32 [num_qo, num_qo_heads] to fill with the natural-log LSE; None: not written.
-
-        Returns:
-            (out, lse); a query that sees nothing gets o = 0, lse = -inf.
-
-        Raises:
-            ValueError: run() before plan(), or a tensor that does not fit the plan.
-        """
-        cache = self._cache
-        if cache is None:
-            raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
-        if out is None:
-            self._out = torch.empty_like(q) if self._out is None else self._out
-            out = self._out
-        if not self._longest:
-            if lse is not None:
-                lse.fill_(-torch.inf)
-            return out.zero_(), lse
+    def _run(
+        self, cache: PagedKVCache, q: Tensor, layer: int, out: Tensor, lse: Tensor | None
+    ) -> Tensor:
         o, row_lse = torch.ops.aten._flash_attention_forward(
             q,
             self._k[layer],
@@ -176,4 +122,4 @@ class FlashAttention2:
             out.index_fill_(0, self._blind, 0)
             if lse is not None:
                 lse.index_fill_(0, self._blind, -torch.inf)
-        return out, lse
+        return out

@@ -28,14 +28,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baselines.plan_checks import memory_reason, tree_slots
+from baselines.baseline import Baseline
+from baselines.plan_checks import memory_reason
 from baselines.tree_kv import tree_kv
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
-from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run, check_sm_scale
-from deft.tree import DecodeTree
+from deft.shape import HeadShape
+from deft.tree import DecodeTree, LongArray
 
 BLOCK = 128
 BoolArray = npt.NDArray[np.bool_]
@@ -78,7 +78,7 @@ def tree_blocks(tree: DecodeTree) -> TreeBlocks:
     return TreeBlocks(some, every, begin, end)
 
 
-class FlexAttention:
+class FlexAttention(Baseline):
     """FlexAttention with a tree's block mask.
 
     Args:
@@ -86,18 +86,8 @@ class FlexAttention:
         sm_scale: multiplies q . k; default head_dim ** -0.5.
     """
 
-    path = ""
-    kv_layout = "shared"
-    layout_us = 0.0
-    layout_bytes = 0
-    plan_upload_bytes = 0
-    workspace_bytes = 0
-    capturable = False
-
     def __init__(self, name: str = "flex_attention", sm_scale: float | None = None) -> None:
-        check_sm_scale(sm_scale)
-        self.name, self.sm_scale = name, sm_scale
-        self._cache: PagedKVCache | None = None
+        super().__init__(name, sm_scale)
         self._counted: tuple[DecodeTree, TreeBlocks] | None = None
 
     def unsupported(
@@ -149,38 +139,24 @@ class FlexAttention:
         return predict_us(self.io(tree, shape, page_size), flops, device_model, ctas, launches)
 
     # ---- once a step -------------------------------------------------------------------------
-    def plan(
-        self, tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None = None
+    def _plan(
+        self, tree: DecodeTree, cache: PagedKVCache, slots: LongArray, nodes: LongArray
     ) -> None:
-        """Build the block mask; find K and V in the pool, or copy them out of it.
-
-        Args:
-            nodes: cache handle of each tree node; default 0..num_nodes-1.
-
-        Raises:
-            ValueError: the cache does not hold the tree, or unsupported() has a reason.
-        """
-        shape, device = cache.shape, cache.device
-        reason = self.unsupported(shape, tree, cache.page_size, device)
-        if reason:
-            raise ValueError(reason)
-        found = tree_kv(cache, tree_slots(tree, cache, nodes))
+        """Build the block mask; find K and V in the pool, or copy them out of it."""
+        device = cache.device
+        found = tree_kv(cache, slots)
+        self._take(found)
         self._k = [k.transpose(0, 1)[None] for k in found.k]
         self._v = [v.transpose(0, 1)[None] for v in found.v]
-        self.kv_layout, self.layout_us = found.kv_layout, found.layout_us
-        self.layout_bytes, self.plan_upload_bytes = found.layout_bytes, found.upload_bytes
         self._order = None
         if not _is_sorted(tree):
             self._order = torch.from_numpy(tree.query_order.astype(np.int64)).to(device)
             self.plan_upload_bytes += 8 * tree.num_qo
         if tree.num_qo and tree.num_tokens:
             self._upload_mask(tree, device)
-        size = (tree.num_qo, shape.num_qo_heads, shape.head_dim)
-        self._out = torch.empty(size, dtype=torch_dtype(shape.dtype), device=device)
         on_gpu = device.type == "cuda"
         self.path = "torch flex_attention " + ("compiled" if on_gpu else "uncompiled")
         self.capturable = on_gpu
-        self._tree, self._cache = tree, cache
 
     def _upload_mask(self, tree: DecodeTree, device: torch.device) -> None:
         from torch.nn.attention.flex_attention import BlockMask
@@ -210,33 +186,9 @@ class FlexAttention:
         )
 
     # ---- once a layer ------------------------------------------------------------------------
-    @torch.no_grad()  # a kept output must not gather a graph
-    def run(
-        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer.
-
-        Args:
-            q: [num_qo, num_qo_heads, head_dim], contiguous, the cache's dtype and device.
-            layer: layer of the cache.
-            out: buffer like q to write; default: one kept buffer, rewritten by each run.
-            lse: fp32 [num_qo, num_qo_heads] to fill with the natural-log LSE; None: not written.
-
-        Returns:
-            (out, lse); a query that sees nothing gets o = 0, lse = -inf.
-
-        Raises:
-            ValueError: run() before plan(), or a tensor that does not fit the plan.
-        """
-        cache = self._cache
-        if cache is None:
-            raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
-        target = self._out if out is None else out
-        if not self._tree.num_qo or not self._tree.num_tokens:
-            if lse is not None:
-                lse.fill_(-torch.inf)
-            return target.zero_(), lse
+    def _run(
+        self, cache: PagedKVCache, q: Tensor, layer: int, out: Tensor, lse: Tensor | None
+    ) -> Tensor:
         rows = q.detach() if self._order is None else q.index_select(0, self._order)
         o, row_lse = _operator(q.device.type == "cuda")(
             rows.transpose(0, 1)[None],
@@ -247,10 +199,10 @@ class FlexAttention:
             enable_gqa=cache.shape.group_size > 1,
             return_lse=True,
         )
-        self._store(target, o[0].transpose(0, 1))
+        self._store(out, o[0].transpose(0, 1))
         if lse is not None:
             self._store(lse, row_lse[0].transpose(0, 1))
-        return target, lse
+        return out
 
     def _store(self, target: Tensor, rows: Tensor) -> None:
         if self._order is None:

@@ -18,20 +18,19 @@ A dense mask gives invisible V a weight of 0: a NaN anywhere in the tree reaches
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from baselines.plan_checks import memory_reason, tree_slots
+from baselines.baseline import Baseline
+from baselines.plan_checks import memory_reason
 from baselines.tree_kv import tree_kv
 from deft.device_model import DeviceModel, predict_us
 from deft.io_model import IOBytes
 from deft.kv_cache import PagedKVCache
 from deft.shape import HeadShape, torch_dtype
-from deft.tensor_checks import check_run, check_sm_scale
-from deft.tree import DecodeTree
+from deft.tree import DecodeTree, LongArray
 
 BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -41,7 +40,7 @@ _MASK_ALIGNMENT = 16  # elements: an unaligned mask would be padded, that is cop
 _BLOCK_N = 64
 
 
-class MedusaDenseAttention:
+class MedusaDenseAttention(Baseline):
     """Dense attention over the whole tree with an ancestor mask.
 
     Args:
@@ -53,22 +52,15 @@ class MedusaDenseAttention:
         ValueError: another backend.
     """
 
-    path = ""
-    kv_layout = "shared"
-    layout_us = 0.0
-    layout_bytes = 0
-    plan_upload_bytes = 0
-    workspace_bytes = 0
-    capturable = False
+    returns_lse = False  # SDPA has none to give
 
     def __init__(
         self, name: str = "medusa_dense", backend: str = "efficient", sm_scale: float | None = None
     ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")
-        check_sm_scale(sm_scale)
-        self.name, self.backend, self.sm_scale = name, backend, sm_scale
-        self._cache: PagedKVCache | None = None
+        super().__init__(name, sm_scale)
+        self.backend = backend
 
     def unsupported(
         self, shape: HeadShape, tree: DecodeTree, page_size: int, device: torch.device | str
@@ -116,45 +108,24 @@ class MedusaDenseAttention:
         return 64 if shape.head_dim <= 128 else 32
 
     # ---- once a step -------------------------------------------------------------------------
-    def plan(
-        self, tree: DecodeTree, cache: PagedKVCache, nodes: npt.NDArray[np.int64] | None = None
+    def _plan(
+        self, tree: DecodeTree, cache: PagedKVCache, slots: LongArray, nodes: LongArray
     ) -> None:
-        """Build the mask; find K and V in the pool, or copy them out of it.
-
-        Args:
-            nodes: cache handle of each tree node; default 0..num_nodes-1.
-
-        Raises:
-            ValueError: the cache does not hold the tree, or unsupported() has a reason.
-        """
+        """Build the mask; find K and V in the pool, or copy them out of it."""
         shape, device = cache.shape, cache.device
-        reason = self.unsupported(shape, tree, cache.page_size, device)
-        if reason:
-            raise ValueError(reason)
-        slots = tree_slots(tree, cache, nodes)
-        self._lay_out(cache, slots)
+        found = tree_kv(cache, slots)
+        self._take(found)
+        # [group, num_kv_heads, num_tokens, head_dim], the group with stride 0.
+        expand = (shape.group_size, -1, -1, -1)
+        self._k = [k.transpose(0, 1).expand(expand) for k in found.k]
+        self._v = [v.transpose(0, 1).expand(expand) for v in found.v]
         self._build_mask(tree, shape, device)
-        self._out = torch.empty(
-            (tree.num_qo, shape.num_qo_heads, shape.head_dim),
-            dtype=torch_dtype(shape.dtype),
-            device=device,
-        )
         self.workspace_bytes = _mask_bytes(tree, shape)
         on_gpu = device.type == "cuda"
         # The CPU's fused kernel is the one named FLASH_ATTENTION; it takes a mask.
         self._backend = BACKENDS[self.backend] if on_gpu else SDPBackend.FLASH_ATTENTION
         self.path = f"torch sdpa {self.backend}" if on_gpu else "torch sdpa cpu"
         self.capturable = on_gpu
-        self._tree, self._cache = tree, cache
-
-    def _lay_out(self, cache: PagedKVCache, slots: npt.NDArray[np.int64]) -> None:
-        found = tree_kv(cache, slots)
-        self.kv_layout, self.layout_us = found.kv_layout, found.layout_us
-        self.layout_bytes, self.plan_upload_bytes = found.layout_bytes, found.upload_bytes
-        # [group, num_kv_heads, num_tokens, head_dim], the group with stride 0.
-        expand = (cache.shape.group_size, -1, -1, -1)
-        self._k = [k.transpose(0, 1).expand(expand) for k in found.k]
-        self._v = [v.transpose(0, 1).expand(expand) for v in found.v]
 
     def _build_mask(self, tree: DecodeTree, shape: HeadShape, device: torch.device) -> None:
         """Additive mask [group, num_kv_heads, num_qo, num_tokens], heads with stride 0."""
@@ -182,33 +153,11 @@ class MedusaDenseAttention:
         self.plan_upload_bytes += sum(x.numel() * x.element_size() for x in uploads)
 
     # ---- once a layer ------------------------------------------------------------------------
-    @torch.no_grad()  # a kept output must not gather a graph
-    def run(
-        self, q: Tensor, layer: int = 0, *, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer.
-
-        Args:
-            q: [num_qo, num_qo_heads, head_dim], contiguous, the cache's dtype and device.
-            layer: layer of the cache.
-            out: buffer like q to write; default: one kept buffer, rewritten by each run.
-            lse: left alone; SDPA returns no LSE.
-
-        Returns:
-            (out, None); a query that sees nothing gets o = 0.
-
-        Raises:
-            ValueError: run() before plan(), or a tensor that does not fit the plan.
-        """
-        cache = self._cache
-        if cache is None:
-            raise ValueError(f"kernel {self.name}: call plan(tree, cache) before run(q)")
-        check_run(self._tree, cache, q, layer, out, lse, contiguous=True)
-        shape, tree = cache.shape, self._tree
-        target = self._out if out is None else out
-        if not tree.num_tokens or not tree.num_qo:
-            return target.zero_(), None
-        grouped = (tree.num_qo, shape.num_kv_heads, shape.group_size, shape.head_dim)
+    def _run(
+        self, cache: PagedKVCache, q: Tensor, layer: int, out: Tensor, lse: Tensor | None
+    ) -> Tensor:
+        shape = cache.shape
+        grouped = (len(q), shape.num_kv_heads, shape.group_size, shape.head_dim)
         with sdpa_kernel(self._backend):
             heads_first = scaled_dot_product_attention(
                 q.view(grouped).permute(2, 1, 0, 3),
@@ -218,13 +167,13 @@ class MedusaDenseAttention:
                 scale=self.sm_scale,
             )
         o = heads_first.permute(2, 1, 0, 3)
-        if out is None and shape.group_size == 1 and o.is_contiguous():
-            target = o.view(q.shape)  # rows come out in order already: nothing to copy
+        if out is self._out and shape.group_size == 1 and o.is_contiguous():
+            out = o.view(q.shape)  # rows come out in order already: nothing to copy
         else:
-            target.view(grouped).copy_(o)
+            out.view(grouped).copy_(o)
         if self._blind.numel():
-            target.index_fill_(0, self._blind, 0)
-        return target, None
+            out.index_fill_(0, self._blind, 0)
+        return out
 
 
 def _mask_width(tree: DecodeTree) -> int:
