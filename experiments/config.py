@@ -20,6 +20,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from deft.shape import HeadShape
 from experiments.command_line import one_line
+from experiments.variants import ConfigError as ConfigError
+from experiments.variants import expand_variants, kernel_id
 from experiments.workload import Workload
 from experiments.workloads import families, workload_of
 
@@ -27,10 +29,6 @@ CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 TIMERS = ("graph", "eager", "cpu")
 DEVICES = ("auto", "cpu", "cuda")
 MAX_TIMEOUT_S = 1e8  # three years: what setitimer takes everywhere
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run, with what to write instead."""
 
 
 @dataclass
@@ -73,6 +71,7 @@ class BenchConfig:
     model: dict[str, ModelConfig] = field(default_factory=dict)
     workload: Any = MISSING
     timing: TimingConfig = field(default_factory=TimingConfig)
+    variants: dict[str, Any] = field(default_factory=dict)
     name: str = "adhoc"
     dtype: Any = "float16"
     page_size: Any = 1
@@ -107,7 +106,8 @@ class Job:
     """A checked configuration in plain Python values.
 
     Args:
-        kernels: kernel id -> its configuration, `_target_` included.
+        kernels: entry -> its configuration, `_target_` included. An entry is a kernel id, or for a
+            variant the id, a space and its knobs (experiments/variants.py).
         models: model name -> heads.
         workload: the trees.
         settings: everything else.
@@ -145,14 +145,14 @@ class Job:
         return HeadShape(heads.num_qo_heads, heads.num_kv_heads, heads.head_dim, dtype)
 
     def make_kernel(self, name: str) -> Any:
-        """A fresh kernel, named as its YAML file.
+        """A fresh kernel of an entry, named as its YAML file.
 
         Raises:
             ConfigError: the configuration names no class or options that it refuses.
         """
         try:
             kernel = instantiate(self.kernels[name], _convert_="all")
-            kernel.name = name
+            kernel.name = kernel_id(name)
         except SystemExit as error:
             raise ConfigError(f"kernel {name}: calls sys.exit when it is made") from error
         except Exception as error:
@@ -212,6 +212,8 @@ def _chosen_kernels(settings: BenchConfig) -> dict[str, dict[str, Any]]:
     kernels = {name: conf for name, conf in settings.kernel.items() if "_target_" in conf}
     if not kernels:
         raise ConfigError(f"no kernel chosen; kernel=[...] takes {kernel_names()}")
+    known = {*kernel_names(), *settings.kernel}
+    kernels.update(expand_variants(settings.variants, kernels, known))
     return kernels
 
 

@@ -63,6 +63,11 @@ def is_gpu(df: pd.DataFrame) -> pd.Series[bool]:
     return df["gpu"].notna() & ~df["gpu"].astype(str).str.lower().isin(["", "cpu", "none"])
 
 
+def is_own(df: pd.DataFrame) -> pd.Series[bool]:
+    """True where a plan of deft/planners ran on this project's kernels."""
+    return df["kernel_config"].astype(str).str.contains('"_target_": "deft.TreeAttention"')
+
+
 def kernel_labels(df: pd.DataFrame) -> list[str]:
     """The kernel id of each row, with what tells apart rows of one id.
 

@@ -12,7 +12,15 @@ import re
 import numpy as np
 import pandas as pd
 
-from experiments.derived import BASELINE, HEADS, derive, is_gpu, is_measured, is_predicted
+from experiments.derived import (
+    BASELINE,
+    HEADS,
+    SETTING,
+    derive,
+    is_gpu,
+    is_measured,
+    is_predicted,
+)
 from experiments.figure_style import TIMES, count_text
 from experiments.results import latest
 from experiments.schema import IO_TERMS
@@ -35,8 +43,24 @@ def _with_values(rows: pd.DataFrame, source: str, values: dict[str, str]) -> pd.
     return out
 
 
+def best_of_variants(rows: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Of a kernel that was run with several knobs, each point's row with the least value.
+
+    Args:
+        rows: derived rows that all hold the value.
+        value: column to compare; the row's label becomes the kernel id alone.
+    """
+    varied = set(rows.loc[rows["variant"].notna(), "kernel"])
+    is_varied = rows["kernel"].isin(varied)
+    point = ["kernel", "model", *SETTING, "workload", "step"]
+    best = rows[is_varied].sort_values(value, kind="stable").drop_duplicates(point)
+    best = best.assign(label=best["kernel"])
+    kept: pd.DataFrame = pd.concat([rows[~is_varied], best]).sort_index()
+    return kept
+
+
 def _measured(rows: pd.DataFrame) -> pd.DataFrame:
-    kept = rows[is_measured(rows)]
+    kept = best_of_variants(rows[is_measured(rows)], "latency_us_p50")
     values = {
         "latency_us": "latency_us_p50",
         "low_us": "latency_us_p20",
@@ -54,7 +78,7 @@ def _predicted(rows: pd.DataFrame) -> pd.DataFrame:
     known = set(on_gpu[_POINT].itertuples(index=False, name=None))
     kept = rows[is_predicted(rows)]
     is_new = [point not in known for point in kept[_POINT].itertuples(index=False, name=None)]
-    kept = kept[np.array(is_new, dtype=bool)]
+    kept = best_of_variants(kept[np.array(is_new, dtype=bool)], "predicted_us")
     values = {
         "latency_us": "predicted_us",
         "low_us": "",
@@ -72,6 +96,7 @@ def _predicted(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _counted(rows: pd.DataFrame) -> pd.DataFrame:
     kept = rows[rows["status"].isin(["ok", "counted"]) & rows["total_bytes"].notna()]
+    kept = best_of_variants(kept, "total_bytes")
     out: pd.DataFrame = _with_values(kept, "counted", {}).assign(cold_l2=None)
     out.insert(1, "device", "any")
     out = out.drop_duplicates(["label", *_POINT])

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.derived import is_gpu, is_measured, kernel_labels
+from experiments.derived import is_gpu, is_measured, is_own, kernel_labels
 from experiments.figure_data import workload_text
 from experiments.figure_style import (
     BLACK,
@@ -78,7 +78,7 @@ def compare_peers(df: pd.DataFrame, peers: pd.DataFrame, kernel: str | None = No
     Args:
         df: rows as load_rows gives them.
         peers: as load_peers gives them.
-        kernel: our kernel id; None takes the fastest right kernel of each case.
+        kernel: our kernel id; None takes the fastest of those that run a plan of deft/planners.
 
     Returns:
         One line per case that both sides have: workload, heads, our_kernel, our_us and
@@ -90,8 +90,7 @@ def compare_peers(df: pd.DataFrame, peers: pd.DataFrame, kernel: str | None = No
     on_h200 = is_measured(rows) & is_gpu(rows) & rows["gpu"].str.contains("H200", na=False)
     alike = (rows["head_dim"] == 128) & (rows["dtype"] == "float16") & rows["cold_l2"].eq(True)
     rows = rows[on_h200 & alike]
-    if kernel is not None:
-        rows = rows[rows["kernel"] == kernel]
+    rows = rows[is_own(rows) if kernel is None else rows["kernel"] == kernel]
     rows = rows.sort_values("latency_us_p50").drop_duplicates(["workload", *_HEADS])
     ours = rows[["workload", *_HEADS, "our_kernel", "latency_us_p50"]]
     ours = ours.rename(columns={"latency_us_p50": "our_us"})

@@ -19,6 +19,7 @@ IO_TERMS = ("kv", "q", "out", "partial", "mask", "index", "logits")
 _IDENTITY = {
     "kernel": _TEXT,
     "kernel_config": _TEXT,  # sorted JSON
+    "variant": _TEXT,  # knobs that a job's `variants` changed; null for the kernel's own file
     "path": _TEXT,  # which code path ran
     "workload": _TEXT,
     "step": _INT,

@@ -27,6 +27,7 @@ from experiments.measurement import (
 )
 from experiments.results import code_hash, resume_key
 from experiments.schema import checked_row, to_table
+from experiments.variants import kernel_id, variant_of
 from experiments.workload import Point
 
 Row = dict[str, Any]
@@ -105,7 +106,7 @@ class Sweep:
         """The resume key of one row."""
         shape, model = task.shape, self.device_model
         return resume_key(
-            kernel=kernel,
+            kernel=kernel_id(kernel),
             kernel_config=self.job.kernels[kernel],
             workload=task.point.name,
             step=task.point.step,
@@ -187,7 +188,8 @@ class Sweep:
     def _identity(self, task: Task, kernel: str) -> Row:
         shape, tree = task.shape, task.point.tree
         return {
-            "kernel": kernel,
+            "kernel": kernel_id(kernel),
+            "variant": variant_of(kernel) or None,
             "kernel_config": self.job.kernels[kernel],
             "workload": task.point.name,
             "step": task.point.step,

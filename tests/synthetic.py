@@ -19,7 +19,7 @@ def synthetic_row(
     latency = _COST.get(kernel, 1.0) * (20 + 0.002 * width * prefix)
     row = {
         "kernel": kernel,
-        "kernel_config": {"block_kv": 64},
+        "kernel_config": {"_target_": "deft.TreeAttention", "block_kv": 64},
         "path": "synthetic",
         "workload": f"few_shot_{prefix}_{width}_{suffix}",
         "step": 0,

@@ -47,7 +47,7 @@ def test_rows_round_trip_with_every_column(tmp_path: Path) -> None:
     write_rows(rows, tmp_path / "a" / "run.parquet")
     frame = load_rows(tmp_path)
     assert tuple(frame.columns) == COLUMNS
-    assert frame["kernel_config"][0] == '{"block_kv": 64}'
+    assert frame["kernel_config"][0] == '{"_target_": "deft.TreeAttention", "block_kv": 64}'
     assert frame["kv_bytes"].tolist() == [row["kv_bytes"] for row in rows]
     assert list(frame["latency_samples_us"][0]) == rows[0]["latency_samples_us"]
     assert frame["latency_us_p50"].isna().tolist() == [False, True]

@@ -19,7 +19,7 @@ from deft.planners.merge_or_split import (
     stream_lengths,
     tile_groups,
 )
-from deft.planners.tiles import TileOption, resolve_tiles
+from deft.planners.tiles import TileOption, positive, resolve_tiles
 from deft.shape import HeadShape, TileConfig
 from deft.tree import DecodeTree, LongArray
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LONG_STREAM = 256  # streams up to this many tokens do not count in the average
 LONG_RATIO = 5  # a stream longer than so many averages is cut
-SHORTEST_CUT = 8  # tokens
+SHORTEST_CUT = 8  # tokens; the release says 8 blocks
 
 
 def pat_rule(cap: int) -> MergeRule:
@@ -56,7 +56,7 @@ def pat_tiles(shape: HeadShape) -> tuple[TileConfig, ...]:
     return (*(t for t in (small, middle) if t.block_m >= shape.group_size), large)
 
 
-def _pat_blocks(shape: HeadShape, lengths: LongArray) -> LongArray:
+def _pat_blocks(shape: HeadShape, lengths: LongArray, shortest_cut: int) -> LongArray:
     """Tokens per item of each range: PAT's cut of long streams and of short grids."""
     pieces = np.ones(len(lengths), np.int64)
     long = lengths[lengths > LONG_STREAM]
@@ -66,7 +66,7 @@ def _pat_blocks(shape: HeadShape, lengths: LongArray) -> LongArray:
         pieces[is_longest] = np.ceil(lengths[is_longest] / mean)
     wanted = _pat_grid(shape.num_kv_heads)
     block = -(-lengths // pieces)
-    while len(block) and int((-(-lengths // block)).sum()) < wanted and block.max() > SHORTEST_CUT:
+    while len(block) and int((-(-lengths // block)).sum()) < wanted and block.max() > shortest_cut:
         block[block.argmax()] = -(-block.max() // 2)
     return block
 
@@ -84,16 +84,21 @@ def plan_pat(
     tile: TileOption = None,
     device: DeviceModel | None = None,
     *,
+    shortest_cut: int = SHORTEST_CUT,
     partial_dtype: str | None = None,
 ) -> Plan:
     """PAT: merge-or-split by 64-row tiles, three tile classes side by side, few cuts of streams.
 
+    Args:
+        shortest_cut: streams of up to this many tokens are not cut to fill the grid.
+
     Raises:
-        ValueError: tiles that do not fit the shape.
+        ValueError: tiles that do not fit the shape, or shortest_cut below 1.
     """
     tiles = resolve_tiles(pat_tiles(shape) if tile is None else tile, shape)
     cap = tiles[-1].queries_per_item(shape.group_size)
     tiled = tile_groups(group_queries(tree, pat_rule(cap)), cap)
     lengths = stream_lengths(tree, tiled)[tiled.stream]
-    work = stream_items(tree, tiled, _pat_blocks(shape, lengths))
+    blocks = _pat_blocks(shape, lengths, positive("shortest_cut", shortest_cut))
+    work = stream_items(tree, tiled, blocks)
     return build_plan("pat", tree, shape, tiles, work, partial_dtype)

@@ -41,6 +41,15 @@ TILE_SETS: dict[str, tuple[TileConfig, ...] | None] = {
     "16x64w1+64x64w4": (TileConfig(16, 64, 1, 2), M64),
     "16x64w4+64x64w4": (TileConfig(16, 64, 4, 3), M64),
     "16x64w2+32x64w4+64x64w4": (S16_64, TileConfig(32, 64, 4, 3), M64),
+    "16x32w1+32x32w2+64x128w4": (S16, TileConfig(32, 32, 2, 3), TileConfig(64, 128, 4, 2)),
+    "16x32w1+32x64w2+64x128w8": (S16, TileConfig(32, 64, 2, 3), TileConfig(64, 128, 8, 2)),
+    "16x64w1+32x64w2+64x64w4": (TileConfig(16, 64, 1, 2), TileConfig(32, 64, 2, 3), M64),
+    "16x64w2+32x64w2+64x64w4": (S16_64, TileConfig(32, 64, 2, 3), M64),
+    "16x128w2+32x128w4+64x128w4": (
+        TileConfig(16, 128, 2, 2),
+        TileConfig(32, 128, 4, 2),
+        TileConfig(64, 128, 4, 2),
+    ),
 }
 CTAS_PER_SM = (2, 4, 8)
 
@@ -67,7 +76,9 @@ def time_us(
 
 def variants(planner: str):
     """(label, CTAs per SM that automatic blocks aim at, planner options) of the sweep."""
-    if planner in ("node", "hydragen", "fasttree", "pat"):
+    if planner == "pat":
+        return [(f"cut{tokens}", 4, {"shortest_cut": tokens}) for tokens in (8, 64, 128)]
+    if planner in ("node", "hydragen", "fasttree"):
         return [("", 4, {})]
     name = "split_len" if planner == "sequence" else "block_kv"
     auto = "auto" if planner == "sequence" else None
