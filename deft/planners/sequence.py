@@ -1,6 +1,6 @@
 """Sequence-based grouping: one query and its whole path an item; nothing is shared.
 
-Unsplit it is what a radix-tree server runs (every request reads its own path); with split_len it is
+A radix-tree server shares memory but reads so: every request its own path. With split_len it is
 FlashDecoding / PagedAttention v2 (the path cut in parts, merged afterwards).
 """
 
@@ -36,19 +36,27 @@ def plan_sequence(
     device: DeviceModel | None = None,
     *,
     split_len: int | str | None = None,
+    max_splits: int | None = None,
     partial_dtype: str | None = None,
 ) -> Plan:
     """One item per query, or per split of its path.
 
     Args:
         split_len: tokens per split; None does not split; "auto" splits until the SMs are filled.
+        max_splits: most splits of a path: splits get longer where the longest path would have more.
 
     Raises:
-        ValueError: split_len is neither None, "auto" nor a positive number.
+        ValueError: split_len is neither None, "auto" nor a positive number, or max_splits is not.
     """
     tiles = resolve_tiles(tile, shape)
     heads = tiles[0].ctas_per_item(shape)
-    work = path_items(tree, lambda tokens: split_block(split_len, tokens, heads, device))
+    least = 1
+    if max_splits is not None:
+        longest = int(tree.query_kv_len.max(initial=0))
+        least = max(-(-longest // positive("max_splits", max_splits)), 1)
+    work = path_items(
+        tree, lambda tokens: max(split_block(split_len, tokens, heads, device), least)
+    )
     return build_plan("sequence", tree, shape, tiles, work, partial_dtype)
 
 

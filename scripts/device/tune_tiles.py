@@ -45,11 +45,18 @@ TILE_SETS: dict[str, tuple[TileConfig, ...] | None] = {
     "16x32w1+32x64w2+64x128w8": (S16, TileConfig(32, 64, 2, 3), TileConfig(64, 128, 8, 2)),
     "16x64w1+32x64w2+64x64w4": (TileConfig(16, 64, 1, 2), TileConfig(32, 64, 2, 3), M64),
     "16x64w2+32x64w2+64x64w4": (S16_64, TileConfig(32, 64, 2, 3), M64),
-    "16x128w2+32x128w4+64x128w4": (
-        TileConfig(16, 128, 2, 2),
-        TileConfig(32, 128, 4, 2),
-        TileConfig(64, 128, 4, 2),
-    ),
+    "16x32w1s1+32x32w2s2+64x64w4": (TileConfig(16, 32, 1, 1), TileConfig(32, 32, 2, 2), M64),
+    "16x32w1s2+32x32w2s2+64x64w4": (TileConfig(16, 32, 1, 2), TileConfig(32, 32, 2, 2), M64),
+    "16x16w1s1+32x32w2s2+64x64w4": (TileConfig(16, 16, 1, 1), TileConfig(32, 32, 2, 2), M64),
+    "16x16w1s2+32x32w2s2+64x64w4": (TileConfig(16, 16, 1, 2), TileConfig(32, 32, 2, 2), M64),
+    "16x16w1s4+32x32w2+64x64w4": (TileConfig(16, 16, 1, 4), TileConfig(32, 32, 2, 3), M64),
+    "16x32w2s2+32x32w2s2+64x64w4": (TileConfig(16, 32, 2, 2), TileConfig(32, 32, 2, 2), M64),
+    "16x64w2s2+64x32w4s2": (TileConfig(16, 64, 2, 2), TileConfig(64, 32, 4, 2)),
+    "16x64w2s1+64x32w4s3": (TileConfig(16, 64, 2, 1), TileConfig(64, 32, 4, 3)),
+    "16x64w2s3+64x32w4s2": (S16_64, TileConfig(64, 32, 4, 2)),
+    "16x64w2s3+64x64w4s2": (S16_64, TileConfig(64, 64, 4, 2)),
+    "16x32w2s2+64x32w4s2": (TileConfig(16, 32, 2, 2), TileConfig(64, 32, 4, 2)),
+    "16x32w1s2+64x32w4s3": (TileConfig(16, 32, 1, 2), TileConfig(64, 32, 4, 3)),
 }
 CTAS_PER_SM = (2, 4, 8)
 
