@@ -1,7 +1,7 @@
 """flash_attention4: every sequence on its own through FlashAttention-4's forward kernel.
 
 flash-attn-4 (Dao AI Lab, beta; CuTe DSL): float16 and bfloat16 on sm_80 and newer, compiled at
-first use. plan() copies every path (path_copies): its page table wants pages that hold whole key tiles.
+first use. plan() copies every path (path_copies): its page table wants pages of whole key tiles.
 num_splits=0 leaves the KV split to the library's heuristic; with pack_gqa the group fills the rows
 of one tile.
 
