@@ -24,7 +24,7 @@ from deft.io_model import IOBytes
 from deft.shape import HeadShape
 from deft.tree import DecodeTree
 
-_INSTALL = "pip install fa3-fwd==0.0.3"
+_INSTALL = 'pip install -e ".[fa3]"'
 
 
 class FlashAttention3(PathCopies):

@@ -118,7 +118,14 @@ class TreeAttention:
     ) -> float:
         """Modelled latency of one run() on a GPU, in microseconds."""
         plan = self._plan_of(tree, shape)
-        return predict_us(plan.io(), plan.padded_flops, device, plan.num_ctas, plan.num_launches)
+        return predict_us(
+            plan.io(),
+            plan.padded_flops,
+            device,
+            plan.num_ctas,
+            plan.num_launches,
+            longest_turns=int(plan.item_turns.max()) if plan.num_items else 0,
+        )
 
     # ---- plan and run ------------------------------------------------------------------------
     def plan(

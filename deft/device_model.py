@@ -42,6 +42,8 @@ class DeviceModel:
         launch_us: one kernel launch as the timer sees it (an empty kernel in a CUDA graph).
         item_overhead_us: what one wave of thread blocks costs beside its bytes and FLOPs: the chain
             index -> K -> V -> store of dependent loads.
+        turn_us: one turn of a thread block's loop over KV tiles; turns of one block wait for each
+            other, however idle the rest of the GPU is.
         smem_per_sm_bytes: shared memory of one SM, which bounds resident blocks.
         sources: source of every figure above, "measured", "datasheet" or "estimated".
         note: free text: how the figures were obtained.
@@ -58,6 +60,7 @@ class DeviceModel:
     matmul_tflop_s: float
     launch_us: float
     item_overhead_us: float
+    turn_us: float
     smem_per_sm_bytes: int
     sources: dict[str, str]
     note: str = ""
@@ -159,6 +162,7 @@ def predict_us(
     num_ctas: int = 0,
     num_launches: int = 1,
     smem_per_cta_bytes: int = 48 * 1024,
+    longest_turns: int = 0,
 ) -> float:
     """Modelled latency of one layer in microseconds. A model, not a measurement.
 
@@ -169,11 +173,17 @@ def predict_us(
         num_launches: kernels launched one after the other.
         smem_per_cta_bytes: shared memory of one block, which sets how many an SM holds at once
             (default: a 64 x 64 tile at head_dim 128, 16 bit, two stages).
+        longest_turns: KV tiles that the busiest thread block reads one after the other.
 
     Raises:
         ValueError: a negative count.
     """
-    counts = {"flops": flops, "num_ctas": num_ctas, "num_launches": num_launches}
+    counts = {
+        "flops": flops,
+        "num_ctas": num_ctas,
+        "num_launches": num_launches,
+        "longest_turns": longest_turns,
+    }
     bad = {name: value for name, value in counts.items() if value < 0}
     if bad or smem_per_cta_bytes <= 0:
         raise ValueError(
@@ -184,4 +194,9 @@ def predict_us(
     compute = flops / (device.matmul_tflop_s * 1e6)
     resident = device.num_sms * max(1, device.smem_per_sm_bytes // smem_per_cta_bytes)
     waves = -(-num_ctas // resident)
-    return max(hbm, l2, compute) + waves * device.item_overhead_us + num_launches * device.launch_us
+    chain = longest_turns * device.turn_us
+    return (
+        max(hbm, l2, compute, chain)
+        + waves * device.item_overhead_us
+        + num_launches * device.launch_us
+    )

@@ -44,9 +44,14 @@ from experiments.sweep import Sweep, Task
 from experiments.workload import Point, Workload
 
 LOST_DEVICE = 3  # exit code
+BAD_ROWS = 4  # exit code: rows are there, some of them `incorrect` or `error`
 CONSOLE = Console(highlight=False, markup=False, emoji=False)  # names and errors hold brackets
 if not CONSOLE.is_terminal:
     CONSOLE = Console(highlight=False, markup=False, emoji=False, width=140)  # a log has no width
+
+
+_failures: list[Exception] = []
+_bad_rows: list[int] = []  # of each job of this process
 
 
 def new_run_id() -> str:
@@ -131,6 +136,7 @@ def report(df: pd.DataFrame, job: Job, folder: Path) -> None:
         CONSOLE.print(table)
     counts = df["status"].value_counts()
     CONSOLE.print("rows: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    _bad_rows.append(int(df["status"].isin(["incorrect", "error"]).sum()))
     bad = df[~df["status"].isin(["ok", "counted"])]
     for (kernel, status), rows in bad.groupby(["kernel", "status"], sort=False):
         detail = rows["status_detail"].iloc[0]
@@ -245,9 +251,6 @@ def bench_tree(
     return frame
 
 
-_failures: list[Exception] = []
-
-
 @hydra.main(config_path=str(CONF_DIR), config_name="bench", version_base="1.3")
 def _hydra_main(cfg: DictConfig) -> None:
     # Errors are told here, not by Hydra, and the other jobs of a --multirun still run.
@@ -267,7 +270,10 @@ def _hydra_main(cfg: DictConfig) -> None:
 
 def main() -> int:
     """The command; returns its exit code."""
-    return run_command(_hydra_main) or int(bool(_failures))
+    _failures.clear()
+    _bad_rows.clear()
+    code = run_command(_hydra_main) or int(bool(_failures))
+    return code or (BAD_ROWS if any(_bad_rows) else 0)
 
 
 if __name__ == "__main__":

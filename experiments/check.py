@@ -119,10 +119,18 @@ def table_of(findings: list[Finding]) -> Table:
         heads = f"{shape.num_qo_heads}/{shape.num_kv_heads} x {shape.head_dim} {shape.dtype}"
         errors = [f.row_rms_err for f in group if f.row_rms_err is not None]
         notes = [f"{f.tree}: {f.status}, {f.detail}" for f in group if f.status != "ok"]
+        ran = sum(f.status != "unsupported" for f in group)
         right = sum(f.status == "ok" for f in group)
         worst = f"{max(errors):.1e}" if errors else "-"
         is_bad = any(f.status not in GOOD for f in group)
-        cells = (kernel, heads, str(page_size), f"{right} of {len(group)}", worst, "\n".join(notes))
+        cells = (
+            kernel,
+            heads,
+            str(page_size),
+            f"{right} of {ran}" if ran else "none ran",
+            worst,
+            "\n".join(notes),
+        )
         table.add_row(*cells, style="red" if is_bad else None)
     return table
 

@@ -29,6 +29,13 @@ SAMPLE = few_shot(1024, 16, 32)
 PACKAGES = {
     "torch": ("everything", 'pip install "torch>=2.11,<2.14"'),
     "triton": ("our GPU kernels", 'pip install "triton>=3.6,<3.9"'),
+    "flashinfer-python": ("flashinfer_* kernels", 'pip install -e ".[flashinfer]"'),
+    "flash-attn": (
+        "flash_attention2 from its package",
+        "pip install flash-attn==2.8.3 --no-build-isolation",
+    ),
+    "fa3-fwd": ("flash_attention3", 'pip install -e ".[fa3]"'),
+    "flash-attn-4": ("flash_attention4", 'pip install -e ".[fa4]" (not beside flash-attn)'),
     "nvidia-ml-py": ("clocks and throttle flags in rows", 'pip install -e ".[gpu]"'),
     "jupyterlab": ("notebooks/", 'pip install -e ".[notebooks]"'),
 }

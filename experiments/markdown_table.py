@@ -19,11 +19,18 @@ import pandas as pd
 
 from experiments.command_line import run_command
 from experiments.derived import is_measured
-from experiments.peers import compare_peers, load_peers
+from experiments.peers import agreement, compare_peers, load_peers
 from experiments.reference_rows import REFERENCE
 from experiments.results import latest, load_rows
 
-KERNELS = ("deft_flatten", "flash_decoding", "deft_paper", "medusa_dense")
+KERNELS = (
+    "deft_flatten",
+    "flash_decoding",
+    "flashinfer_decode",
+    "flashinfer_cascade",
+    "flashinfer_batch_nodes",
+    "cudnn_prefix",
+)
 _HEADS = ["num_qo_heads", "num_kv_heads"]
 _CASCADES = ["flashinfer_cascade_fa2_ratio", "flashinfer_cascade_fa3_ratio"]
 
@@ -43,9 +50,10 @@ def table_rows(
         peers: as load_peers gives them, None for no ratios.
 
     Returns:
-        Columns tree (nodes / tokens by level), floor, the kernels, best (the fastest right kernel
-        and its median); with peers also their latency over that of deft_flatten: deft_port,
-        cascade (the faster of two backends), best peer.
+        Columns tree (nodes / tokens by level), floor, the kernels (best of the knobs they were run
+        with; the default's median, where it is another, stands in {kernel} default), best (the
+        fastest right kernel and its median); with peers also their latency over that of
+        deft_flatten: deft_port, cascade (the faster of two backends), best peer.
 
     Raises:
         ValueError: no measured row of this model.
@@ -59,10 +67,16 @@ def table_rows(
     for name, group in rows.sort_values("num_tokens", kind="stable").groupby(
         "workload", sort=False
     ):
-        us = group.set_index("kernel")["latency_us_p50"]
+        us = group.groupby("kernel")["latency_us_p50"].min()
+        default = group[group["variant"].isna()].groupby("kernel")["latency_us_p50"].min()
         tree = str(name).removeprefix("layered_").replace("_", " / ")
         line: dict[str, Any] = {"tree": tree, "floor": group["floor_us"].iloc[0]}
         line |= {kernel: us.get(kernel, float("nan")) for kernel in kernels}
+        line |= {
+            f"{kernel} default": default.get(kernel, float("nan"))
+            for kernel in kernels
+            if (group.loc[group["kernel"] == kernel, "variant"].notna()).any()
+        }
         line["best"] = f"{us.idxmin()} {us.min():.1f}"
         if ratios is not None:
             is_same = (ratios["workload"] == name) & (ratios[_HEADS] == group[_HEADS].iloc[0]).all(
@@ -86,7 +100,10 @@ def _peer_ratios(case: pd.DataFrame) -> dict[str, float]:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """The frame as a Markdown table: medians with one decimal, ratios with two and a sign."""
+    """The frame as a Markdown table: medians with one decimal, ratios with two and a sign.
+
+    A default that differs from the best of the knobs stands behind it in brackets.
+    """
     ratios = ("deft_port", "cascade", "best peer")
 
     def cell(column: str, value: Any) -> str:
@@ -96,10 +113,17 @@ def markdown(frame: pd.DataFrame) -> str:
             return "-"
         return f"{value:.2f}x" if column in ratios else f"{value:.1f}"
 
-    head = "| " + " | ".join(frame.columns) + " |"
-    rule = "|" + "|".join("---" if name == "tree" else "---:" for name in frame.columns) + "|"
+    columns = [name for name in frame.columns if not name.endswith(" default")]
+
+    def with_default(column: str, row: pd.Series) -> str:
+        text, default = cell(column, row[column]), row.get(f"{column} default", float("nan"))
+        is_same = math.isnan(default) or cell(column, default) == text
+        return text if is_same else f"{text} ({default:.1f})"
+
+    head = "| " + " | ".join(columns) + " |"
+    rule = "|" + "|".join("---" if name == "tree" else "---:" for name in columns) + "|"
     body = [
-        "| " + " | ".join(cell(name, row[name]) for name in frame.columns) + " |"
+        "| " + " | ".join(with_default(name, row) for name in columns) + " |"
         for _, row in frame.iterrows()
     ]
     return "\n".join([head, rule, *body])
@@ -114,12 +138,19 @@ def peer_summary(df: pd.DataFrame, peers: pd.DataFrame) -> str:
         ("best of ours against the better FlashInfer cascade", best[_CASCADES].min(axis=1)),
         ("best of ours against the best of seven peers", best[any_peer].min(axis=1)),
     ]
-    return "\n".join(
+    won = "\n".join(
         f"- {title}: faster in {int((ratio > 1).sum())} of {ratio.notna().sum()} cases, "
         f"{ratio.min():.2f}x at worst, {math.exp(float(ratio.map(math.log).mean())):.2f}x in the "
         "geometric mean"
         for title, ratio in lines
     )
+    again = "\n".join(
+        f"- {line['peer']} measured here against its published timing: {line['ratio']:.2f}x in the "
+        f"geometric mean of {line['cases']} cases ({line['least']:.2f}x to {line['most']:.2f}x), "
+        f"{line['within']} within 15%"
+        for _, line in agreement(df, peers).iterrows()
+    )
+    return f"{won}\n{again}" if again else won
 
 
 def reference_table(folder: str | Path, model: str) -> str:

@@ -28,6 +28,9 @@ TOLD = (
     "workspace_bytes",
 )
 
+# status_detail of a prediction that knows nothing of the kernel's thread blocks and launches.
+BYTES_ONLY = "predicted from bytes and FLOPs alone"
+
 
 class KernelTimeout(Exception):
     """A kernel took longer at one point than kernel_timeout_s."""
@@ -75,15 +78,17 @@ def counted_columns(
     if device_model is None:
         uncached: dict[str, Any] = io.as_columns()
         return uncached
+    detail = None
     if hasattr(kernel, "predict_us"):
         predicted = kernel.predict_us(tree, shape, page_size, device_model)
     else:
-        predicted = predict_us(io, tree.flops(shape), device_model)
+        predicted, detail = predict_us(io, tree.flops(shape), device_model), BYTES_ONLY
     return {
         **io.as_columns(int(device_model.l2_bytes)),
         "floor_us": floor_us(tree, shape, device_model),
         "predicted_us": predicted,
         "predicted_for": device_model.name,
+        "status_detail": detail,
     }
 
 

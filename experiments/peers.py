@@ -7,6 +7,7 @@ emptied L2, so only rows timed that way on an H200 are compared.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,61 @@ def load_peers(path: str | Path | None = None) -> pd.DataFrame:
     return peers
 
 
+def comparable(df: pd.DataFrame) -> pd.DataFrame:
+    """The newest rows that were measured as the peers were: H200, cold L2, head_dim 128, fp16."""
+    rows = latest(df)
+    on_h200 = is_measured(rows) & is_gpu(rows) & rows["gpu"].str.contains("H200", na=False)
+    alike = (rows["head_dim"] == 128) & (rows["dtype"] == "float16") & rows["cold_l2"].eq(True)
+    kept: pd.DataFrame = rows[on_h200 & alike]
+    return kept
+
+
+def agreement(df: pd.DataFrame, peers: pd.DataFrame) -> pd.DataFrame:
+    """Peers that were measured here too, or whose rule was: our timing over the published one.
+
+    Args:
+        df: rows as load_rows gives them.
+        peers: as load_peers gives them.
+
+    Returns:
+        A line per peer: peer, cases, ratio (geometric mean), least, most, within (cases that differ
+        by up to 15%). Of rows with several knobs the fastest counts; for a cascade those of its
+        backend, and as for batch_nodes those that make a request of every node.
+    """
+    rows = comparable(df)
+    knobs = rows["kernel_config"].map(json.loads)
+    backend = knobs.map(lambda knob: str(knob.get("backend")))
+    is_plain = knobs.map(lambda knob: knob.get("min_share", 0) == 0)
+    cascade = (rows["kernel"] == "flashinfer_cascade") & is_plain
+    chosen = {
+        "flashinfer_decode": rows["kernel"] == "flashinfer_decode",
+        "flashinfer_batch_nodes": (rows["kernel"] == "flashinfer_batch_nodes") & is_plain,
+        "flashinfer_cascade_fa2": cascade & (backend == "fa2"),
+        "flashinfer_cascade_fa3": cascade & (backend == "fa3"),
+        "fasttree": rows["kernel"] == "fasttree",
+        "pat": rows["kernel"] == "pat",
+    }
+    case, lines = ["workload", *_HEADS], []
+    for name, is_chosen in chosen.items():
+        ours = rows[is_chosen].groupby(case, as_index=False)["latency_us_p50"].min()
+        both = peers[[*case, f"{name}_us"]].merge(ours, on=case).dropna()
+        if both.empty:
+            continue
+        ratio = both["latency_us_p50"] / both[f"{name}_us"]
+        lines.append(
+            {
+                "peer": name,
+                "cases": len(both),
+                "ratio": float(np.exp(np.log(ratio).mean())),
+                "least": ratio.min(),
+                "most": ratio.max(),
+                "within": int(ratio.between(1 / 1.15, 1.15).sum()),
+            }
+        )
+    found: pd.DataFrame = pd.DataFrame(lines)
+    return found
+
+
 def compare_peers(df: pd.DataFrame, peers: pd.DataFrame, kernel: str | None = None) -> pd.DataFrame:
     """Per case: our latency, each peer's, and how many times slower the peer is.
 
@@ -85,11 +141,8 @@ def compare_peers(df: pd.DataFrame, peers: pd.DataFrame, kernel: str | None = No
         {peer}_ratio = peer's latency / our_us (above 1: ours is faster), NaN where the peer has no
         right result.
     """
-    rows = latest(df)
+    rows = comparable(df)
     rows = rows.assign(our_kernel=kernel_labels(rows))
-    on_h200 = is_measured(rows) & is_gpu(rows) & rows["gpu"].str.contains("H200", na=False)
-    alike = (rows["head_dim"] == 128) & (rows["dtype"] == "float16") & rows["cold_l2"].eq(True)
-    rows = rows[on_h200 & alike]
     rows = rows[is_own(rows) if kernel is None else rows["kernel"] == kernel]
     rows = rows.sort_values("latency_us_p50").drop_duplicates(["workload", *_HEADS])
     ours = rows[["workload", *_HEADS, "our_kernel", "latency_us_p50"]]

@@ -12,6 +12,7 @@ import pandas as pd
 from rich.table import Table
 
 from experiments.derived import BASELINE, HEADS, SETTING, derive, is_gpu, is_measured, is_predicted
+from experiments.measurement import BYTES_ONLY
 from experiments.results import latest
 
 FRAME_COLUMNS = (
@@ -36,7 +37,11 @@ def _winners(rows: pd.DataFrame, source: str, point: list[str], baseline: str) -
     latency = "latency_us_p50" if source == "measured" else "predicted_us"
     lines = []
     for _, group in rows.groupby(point, dropna=False, sort=False):
-        best = group.iloc[int(group[latency].to_numpy().argmin())]
+        ranked = group
+        if source == "predicted":  # a lower bound is no rival of a prediction
+            is_bound = group["status_detail"] == BYTES_ONLY
+            ranked = group[~is_bound] if not is_bound.all() else group
+        best = ranked.iloc[int(ranked[latency].to_numpy().argmin())]
         base = group.loc[group["kernel"] == baseline, latency]
         device = best["gpu"] if source == "measured" else best["predicted_for"]
         lines.append(
@@ -64,7 +69,9 @@ def summary_frame(df: pd.DataFrame, baseline: str = BASELINE) -> pd.DataFrame:
         baseline: kernel id that speed_up and io_saved compare with.
 
     Returns:
-        One row per point and source ("measured" or "predicted") with FRAME_COLUMNS: speed_up is
+        One row per point and source ("measured" or "predicted") with FRAME_COLUMNS: the winner has
+        the least latency of that source (of kernels predicted from bytes alone only where there is
+        no other), speed_up is
         baseline_us / winner_us of the same source, io_saved is 1 - kv_bytes over the baseline's,
         both NaN where the point has no baseline row; fraction_of_floor is NaN for CPU latencies.
         A point measured on a GPU has no predicted line; one measured on a CPU has both.
@@ -90,6 +97,13 @@ def _number(value: float, form: str) -> str:
     return "-" if pd.isna(value) else format(value, form)
 
 
+def _saved(share: float) -> str:
+    """KV bytes saved against the baseline, or how many times more are read."""
+    if pd.notna(share) and share < -0.5:
+        return f"{1 - share:.1f}x more"
+    return _number(share, ".1%")
+
+
 def _heads(line: pd.Series) -> str:
     text = f"{line['num_qo_heads']}/{line['num_kv_heads']} x {line['head_dim']} {line['dtype']}"
     return text if line["page_size"] == 1 else f"{text} page {line['page_size']}"
@@ -99,13 +113,15 @@ def table_of(frame: pd.DataFrame, source: str, baseline: str, max_rows: int = 60
     """The lines of one source of a summary frame as a table; what is cut is said in the caption."""
     lines = frame[frame["source"] == source]
     devices = ", ".join(sorted(lines["device"].astype(str).unique()))
-    title = f"measured on {devices}" if devices else "no measured and no predicted rows"
+    machine = devices if devices != "cpu" else "a CPU (torch, no GPU kernel)"
+    title = f"measured on {machine}" if devices else "no measured and no predicted rows"
     if source == "predicted":
         title = f"predicted (device model {devices}), not measured"
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("workload", overflow="fold", no_wrap=False)
     table.add_column("heads", overflow="fold")
-    table.add_column("winner", style="bold", overflow="fold")
+    winner = "winner" if source == "measured" else "lowest prediction"
+    table.add_column(winner, style="bold", overflow="fold")
     for name in ("us", f"{baseline} us", "speed-up", "KV IO saved", "of floor"):
         table.add_column(name, justify="right")
     has_steps = lines["step"].nunique() > 1
@@ -117,10 +133,12 @@ def table_of(frame: pd.DataFrame, source: str, baseline: str, max_rows: int = 60
             _number(line["winner_us"], ".1f"),
             _number(line["baseline_us"], ".1f"),
             _number(line["speed_up"], ".2f") + ("x" if pd.notna(line["speed_up"]) else ""),
-            _number(line["io_saved"], ".1%"),
+            _saved(line["io_saved"]),
             _number(line["fraction_of_floor"], ".0%"),
         )
     notes = []
+    if source == "predicted":
+        notes.append("Predictions rank plans, they are no latencies (docs/timing.md).")
     if len(lines) > max_rows:
         notes.append(f"{len(lines) - max_rows} more points are in the rows.")
     if lines["baseline_us"].isna().any():

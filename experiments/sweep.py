@@ -230,7 +230,9 @@ class Sweep:
                 return {"status": "unsupported", "status_detail": reason}
         columns = counted_columns(kernel, tree, shape, task.page_size, self.device_model)
         if isinstance(case, Case):
+            detail = columns.get("status_detail")
             columns.update(measured_columns(kernel, case, self.job.timing))
+            columns["status_detail"] = columns["status_detail"] or detail
             columns.update(environment.clock_columns(self.device))
         else:
             columns.update(case or {"status": "counted"})

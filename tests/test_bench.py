@@ -22,6 +22,7 @@ from experiments.config import CONF_DIR, compose_job
 from experiments.measurement import failed_columns
 from experiments.results import latest, load_rows
 from experiments.schema import COLUMNS
+from experiments.variants import kernel_id
 
 REPO = CONF_DIR.parent
 TINY = ["model=tiny_4_2", "workload=smoke", "figures=false", "device=cpu", "timing=cpu"]
@@ -105,6 +106,16 @@ def test_what_a_kernel_does_is_its_status(
     assert set(df[df["kernel"] == "deft_flatten"]["status"]) == {"ok"}
 
 
+@pytest.mark.parametrize(("kind", "code"), [("Raises", bench.BAD_ROWS), ("NeverFits", 0)])
+def test_the_exit_code_tells_of_bad_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, code: int
+) -> None:
+    words = ["kernel=[deft_node,deft_flatten]", *TINY, broken(kind), f"results_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    assert bench.main() == code
+    assert len(load_rows(tmp_path / "adhoc")) == 4
+
+
 def test_an_error_with_an_odd_text_fits_a_row() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
@@ -180,8 +191,11 @@ def test_every_preset_runs_in_smoke_mode(tmp_path: Path, preset: str) -> None:
     assert path is not None
     assert path.parent.name == preset
     df = load_rows(path)
-    assert set(df["status"]) == {"ok"}
-    assert set(df["kernel"]) == set(job.kernels)
+    missing = df[df["status"] != "ok"]
+    assert set(missing["status"]) <= {"unsupported"}
+    assert missing["status_detail"].str.endswith("needs a CUDA GPU").all()
+    assert set(df["kernel"]) - set(missing["kernel"]) >= {"radix_attention", "deft_flatten"}
+    assert set(df["kernel"]) == {kernel_id(entry) for entry in job.kernels}
 
 
 def test_dump_tree_writes_what_a_file_workload_reads(tmp_path: Path) -> None:

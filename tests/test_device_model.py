@@ -48,6 +48,7 @@ def test_prediction_takes_the_largest_of_three_and_adds_waves_and_launches() -> 
         matmul_tflop_s=1,
         launch_us=3,
         item_overhead_us=2,
+        turn_us=0.5,
     )
     io = IOBytes(kv=4_000_000, kv_unique=1_000_000)  # 1 us of DRAM, 2 us of L2
     assert predict_us(io, 0, device) == pytest.approx(2 + 3)
@@ -56,6 +57,8 @@ def test_prediction_takes_the_largest_of_three_and_adds_waves_and_launches() -> 
     for ctas, waves in ((one_wave, 1), (one_wave + 1, 2)):
         got = predict_us(io, 0, device, num_ctas=ctas, smem_per_cta_bytes=65536)
         assert got == pytest.approx(2 + 2 * waves + 3)
+    assert predict_us(io, 0, device, longest_turns=3) == pytest.approx(2 + 3)
+    assert predict_us(io, 0, device, longest_turns=10) == pytest.approx(5 + 3)
     with pytest.raises(ValueError, match="num_ctas"):
         predict_us(io, 0, device, num_ctas=-1)
 

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deft import AttentionKernel, DecodeTree, HeadShape
 from deft.planners import PLANNERS
+from experiments.check import check_one, odd_trees
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -32,12 +34,15 @@ def test_python_blocks_run(path: Path) -> None:
     executed(path)
 
 
-def test_the_kernel_template_satisfies_the_protocol() -> None:
+def test_the_kernel_template_satisfies_the_protocol_and_the_gate() -> None:
     kernel = executed(ROOT / "docs" / "adding_a_kernel.md")["MyKernel"]()
     assert isinstance(kernel, AttentionKernel)
-    tree, shape = DecodeTree([-1, 0, 0], [3, 2, 1], [1, 2]), HeadShape(4, 2, 8)
-    assert kernel.unsupported(shape, tree, 1, "cpu")
+    tree, shape = DecodeTree([-1, 0, 0], [3, 2, 1], [1, 2]), HeadShape(4, 2, 8, "float32")
+    assert kernel.unsupported(HeadShape(128, 1, 8), tree, 1, "cpu")
     assert kernel.io(tree, shape, 1).kv == 9 * shape.kv_token_bytes
+    for name, odd in odd_trees().items():
+        status, detail, _ = check_one(kernel, odd, shape, 16, torch.device("cpu"))
+        assert status == "ok", f"{name}: {detail}"
 
 
 def test_plan_document_lists_the_planners() -> None:

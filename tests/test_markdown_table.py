@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from experiments.markdown_table import markdown, peer_summary, reference_table, table_rows
+from experiments.peers import agreement
 from experiments.recordings import shared_folder
 from experiments.reference_rows import REFERENCE
 from experiments.schema import checked_row, to_table
@@ -32,7 +33,32 @@ def rows() -> pd.DataFrame:
 
 def test_a_line_holds_medians_the_winner_and_a_dash_for_what_was_wrong() -> None:
     last = markdown(table_rows(rows(), "llama3_8b")).splitlines()[-1]
-    assert last == "| 1-2-64 / 8-256-32 | 6.0 | 20.0 | 30.0 | - | - | deft_flatten 20.0 |"
+    assert last == "| 1-2-64 / 8-256-32 | 6.0 | 20.0 | 30.0 | - | - | - | - | deft_flatten 20.0 |"
+
+
+def varied_decode() -> list[dict[str, object]]:
+    """flashinfer_decode as its file has it, and with a knob that makes it faster."""
+    change = {"workload": NAME, "gpu": "NVIDIA H200", "floor_us": 6.0}
+    made = []
+    for cores, us, variant in ((False, 50.0, None), (True, 40.0, "tensor_cores=true")):
+        config = {"_target_": "baselines.flashinfer_decode", "tensor_cores": cores}
+        row = synthetic_row("flashinfer_decode", latency_us_p50=us, **change)
+        made.append({**row, "variant": variant, "kernel_config": config})
+    return made
+
+
+def test_a_default_that_is_not_the_best_stands_in_brackets() -> None:
+    last = markdown(table_rows(frame(*varied_decode()), "llama3_8b")).splitlines()[-1]
+    assert "| 40.0 (50.0) |" in last and last.endswith("| flashinfer_decode 40.0 |")
+
+
+def test_agreement_takes_the_best_knob_and_counts_cases_within_15_percent() -> None:
+    line = agreement(frame(*varied_decode()), peers_of_one_case()).iloc[0]
+    assert line[["peer", "cases", "ratio", "within"]].tolist() == ["flashinfer_decode", 1, 1.0, 1]
+    slow = frame(varied_decode()[0])
+    assert agreement(slow, peers_of_one_case())["ratio"].tolist() == pytest.approx([1.25])
+    assert agreement(slow, peers_of_one_case())["within"].tolist() == [0]
+    assert agreement(rows(), peers_of_one_case()).empty
 
 
 def peers_of_one_case() -> pd.DataFrame:

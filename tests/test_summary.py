@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from experiments.measurement import BYTES_ONLY
 from experiments.results import load_rows, write_rows
 from experiments.summary import summary_frame, summary_table, summary_tables
 from tests.synthetic import counted, synthetic_row, synthetic_sweep
@@ -64,10 +65,22 @@ def test_cpu_latencies_and_predictions_stand_in_separate_tables(tmp_path: Path) 
     large = [counted(row) for row in synthetic_sweep(prefixes=(4096,), widths=(16,))]
     tables = summary_tables(frame_of(on_cpu + large, tmp_path))
     titles = [table.title for table in tables]
-    assert titles == ["measured on cpu", "predicted (device model h200), not measured"]
+    assert titles == [
+        "measured on a CPU (torch, no GPU kernel)",
+        "predicted (device model h200), not measured",
+    ]
     assert [table.row_count for table in tables] == [1, 2]
     assert "flash_decoding (of 2)" in text_of(tables[0]), "the CPU's own winner"
     assert "deft_flatten (of 2)" in text_of(tables[1])
+
+
+def test_a_prediction_of_bytes_alone_is_not_ranked(tmp_path: Path) -> None:
+    rows = [counted(row) for row in synthetic_sweep(prefixes=(4096,), widths=(16,))]
+    bound = counted(synthetic_row("mine", workload=rows[0]["workload"]))
+    bound |= {"predicted_us": 0.1, "status_detail": BYTES_ONLY}
+    among_others = frame_of([*rows, bound], tmp_path / "others")
+    assert "mine" not in summary_frame(among_others)["winner"].tolist()
+    assert summary_frame(frame_of([bound], tmp_path / "alone"))["winner"].tolist() == ["mine"]
 
 
 def test_a_point_without_the_baseline_shows_a_dash_and_why(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ results=${1:-results/h200}
 shift || true
 presets=("$@")
 [ ${#presets[@]} -gt 0 ] || presets=(layered_suite prefix_length tree_size)
+status=0
 for preset in "${presets[@]}"; do
-    "${PYTHON:-python3}" -m experiments.bench "+experiment=$preset" "results_dir=$results" figures=false
+    "${PYTHON:-python3}" -m experiments.bench "+experiment=$preset" "results_dir=$results" figures=false || status=$?
 done
+exit "$status"
