@@ -26,6 +26,8 @@ from experiments.results import latest, load_rows
 KERNELS = (
     "deft_flatten",
     "flash_decoding",
+    "deft_paper",
+    "medusa_dense",
     "flashinfer_decode",
     "flashinfer_cascade",
     "flashinfer_batch_nodes",
@@ -46,7 +48,7 @@ def table_rows(
     Args:
         df: rows as load_rows gives them.
         model: head layout, a name of conf/model/.
-        kernels: kernel ids that get a column of medians.
+        kernels: kernel ids that get a column of medians, if there is one.
         peers: as load_peers gives them, None for no ratios.
 
     Returns:
@@ -62,6 +64,7 @@ def table_rows(
     rows = rows[is_measured(rows) & (rows["model"] == model)]
     if rows.empty:
         raise ValueError(f"no measured rows of model {model!r}")
+    kernels = [kernel for kernel in kernels if (rows["kernel"] == kernel).any()]
     ratios = None if peers is None else compare_peers(df, peers, "deft_flatten")
     lines = []
     for name, group in rows.sort_values("num_tokens", kind="stable").groupby(

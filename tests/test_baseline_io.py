@@ -7,6 +7,8 @@ import pytest
 
 from baselines.cudnn_prefix import CudnnPrefixAttention, two_levels
 from baselines.flash_attention2 import FlashAttention2
+from baselines.flash_attention3 import FlashAttention3
+from baselines.flash_attention4 import FlashAttention4
 from baselines.flex_attention import FlexAttention, tree_blocks
 from baselines.plan_checks import path_tokens
 from deft.reference import visible_tokens
@@ -61,6 +63,18 @@ def test_two_levels_cut_below_what_all_queries_share() -> None:
     assert two_levels(DecodeTree([-1, 0], [7, 5], [0, 1])).prefix.tolist() == []
     assert two_levels(forest([SMALL, SMALL])).prefix.tolist() == []
     assert two_levels(CAUSAL).rest.query_len is not None
+
+
+@pytest.mark.parametrize("kernel", [FlashAttention3, FlashAttention4])
+def test_flash_attention3_and_4_count_paths_and_fixed_splits(kernel: type[FlashAttention3]) -> None:
+    # The queries see 5 and 4 tokens of 64 bytes, group packed; o is written, read and copied.
+    io = kernel().io(SMALL, GROUPED, 1)
+    assert io.kv == io.kv_unique == 9 * 64
+    assert (io.q, io.out, io.partial) == (2 * 64, 3 * 2 * 64, 0)
+    # 3 fp32 outputs of 8 and an LSE for each of 4 heads, written and read.
+    assert kernel(num_splits=3).io(SMALL, GROUPED, 1).partial == 2 * 3 * 2 * 4 * 9 * 4
+    with pytest.raises(ValueError, match="num_splits"):
+        kernel(num_splits=-1)
 
 
 def test_cudnn_prefix_counts_two_levels_and_their_merge() -> None:

@@ -32,8 +32,11 @@ def rows() -> pd.DataFrame:
 
 
 def test_a_line_holds_medians_the_winner_and_a_dash_for_what_was_wrong() -> None:
-    last = markdown(table_rows(rows(), "llama3_8b")).splitlines()[-1]
-    assert last == "| 1-2-64 / 8-256-32 | 6.0 | 20.0 | 30.0 | - | - | - | - | deft_flatten 20.0 |"
+    other = synthetic_row("deft_paper", workload="layered_1_9", num_tokens=9, floor_us=4.0)
+    df = pd.concat([rows(), frame(other)], ignore_index=True)
+    head, *_, last = markdown(table_rows(df, "llama3_8b")).splitlines()
+    assert head == "| tree | floor | deft_flatten | flash_decoding | deft_paper | best |"
+    assert last == "| 1-2-64 / 8-256-32 | 6.0 | 20.0 | 30.0 | - | deft_flatten 20.0 |"
 
 
 def varied_decode() -> list[dict[str, object]]:
