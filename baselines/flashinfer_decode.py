@@ -36,6 +36,9 @@ class FlashInferDecode(FlashInferBaseline):
         name: kernel id in the result rows.
         tensor_cores: the wrapper's use_tensor_cores.
         sm_scale: multiplies q . k; default head_dim ** -0.5.
+
+    Raises:
+        ValueError: tensor_cores is no bool.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class FlashInferDecode(FlashInferBaseline):
         tensor_cores: bool = False,
         sm_scale: float | None = None,
     ) -> None:
+        if not isinstance(tensor_cores, bool):
+            raise ValueError(f"tensor_cores must be true or false, got {tensor_cores!r}")
         super().__init__(name, sm_scale)
         self.tensor_cores = tensor_cores
 

@@ -30,10 +30,12 @@ def tree_slots(
     Raises:
         ValueError: the cache does not hold these nodes with the tree's lengths.
     """
-    handles = np.arange(tree.num_nodes) if nodes is None else np.asarray(nodes, np.int64)
+    handles = np.arange(tree.num_nodes) if nodes is None else np.asarray(nodes)
+    if handles.ndim != 1 or not np.issubdtype(handles.dtype, np.integer):
+        raise ValueError(f"node handles must be integers in one dimension, got {handles.dtype}")
     if len(handles) != tree.num_nodes:
         raise ValueError(f"nodes has {len(handles)} handles for {tree.num_nodes} nodes")
-    indptr, slots = cache.slots(handles)
+    indptr, slots = cache.slots(handles.astype(np.int64))
     wrong = np.flatnonzero(np.diff(indptr) != tree.node_len)
     if wrong.size:
         bad = int(wrong[0])

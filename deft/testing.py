@@ -88,7 +88,7 @@ def row_rms_error(o: Tensor, ref: Tensor) -> float:
     diff = (o.double() - ref.double()).square().mean(-1).sqrt()
     size = ref.double().square().mean(-1).sqrt()
     error = torch.where(
-        size > 0, diff / size.clamp_min(1e-300), torch.where(diff > 0, torch.inf, 0.0)
+        size > 0, diff / size.clamp_min(1e-300), torch.where(diff == 0, 0.0, torch.inf)
     )
     return float(torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).max())
 

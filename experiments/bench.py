@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,6 +41,7 @@ from experiments.results import ResultsError, latest, load_rows
 from experiments.row_file import RowFile
 from experiments.schema import checked_row, to_table
 from experiments.sweep import Sweep, Task
+from experiments.variants import kernel_id
 from experiments.workload import Point, Workload
 
 LOST_DEVICE = 3  # exit code
@@ -122,16 +123,21 @@ def _done_keys(folder: Path) -> frozenset[str]:
         return frozenset()
 
 
-def _pick_baseline(df: pd.DataFrame, wanted: str) -> str:
-    kernels = list(dict.fromkeys(df["kernel"]))
-    return wanted if wanted in kernels else str(kernels[0])
+def _pick_baseline(df: pd.DataFrame, wanted: str, entries: Iterable[str]) -> str:
+    """The wanted kernel, or without a row of it the job's first kernel that has a usable one."""
+    usable = set(df["kernel"][df["status"].isin(["ok", "counted"])])
+    chosen = next((k for k in map(kernel_id, entries) if k in usable), wanted)
+    if wanted in set(df["kernel"]) or chosen == wanted:
+        return wanted
+    CONSOLE.print(f"no {wanted} rows: speed-ups are against {chosen} (baseline=NAME chooses)")
+    return chosen
 
 
 def report(df: pd.DataFrame, job: Job, folder: Path) -> None:
     """Closing tables, rows that are neither measured nor counted, and figures."""
     from experiments.summary import summary_tables
 
-    baseline = _pick_baseline(df, job.settings.baseline)
+    baseline = _pick_baseline(df, job.settings.baseline, job.kernels)
     for table in summary_tables(df, baseline):
         CONSOLE.print(table)
     counts = df["status"].value_counts()

@@ -128,13 +128,23 @@ def make_case(
     return Case(tree, shape, inputs, cache)
 
 
-def _poisoned_run(kernel: Any, q: Tensor, layer: int) -> tuple[Tensor, Tensor | None]:
+def _poisoned_run(kernel: Any, q: Tensor, layer: int) -> tuple[Tensor, Tensor | None, str | None]:
+    """(o, lse, what run() did to the buffers that it must not do, or None)."""
+    kept = q.clone()
     out = torch.full_like(q, torch.nan)
     lse = torch.full(q.shape[:2], torch.nan, dtype=torch.float32, device=q.device)
     o, lse_out = kernel.run(q, layer, out=out, lse=lse)
     if q.is_cuda:
         torch.cuda.synchronize(q.device)
-    return o, lse_out
+    reason = None
+    if not torch.equal(q, kept):
+        q.copy_(kept)  # the kernels after this one get the same inputs
+        reason = "run() writes to q"
+    elif o.data_ptr() != out.data_ptr():
+        reason = "run() does not write into the out that it is given"
+    elif lse_out is not None and lse_out.data_ptr() != lse.data_ptr():
+        reason = "run() does not write into the lse that it is given"
+    return o, lse_out, reason
 
 
 def _census_reason(o: Tensor, lse: Tensor | None, case: Case) -> str | None:
@@ -162,7 +172,7 @@ def check_kernel(kernel: Any, case: Case) -> Verdict:
     Returns:
         The verdict; errors of the kernel itself are raised, not judged.
     """
-    o, lse = _poisoned_run(kernel, case.inputs.q, ORACLE_LAYER)
+    o, lse, misuse = _poisoned_run(kernel, case.inputs.q, ORACLE_LAYER)
     if o.shape != case.inputs.q.shape or o.dtype != case.inputs.q.dtype:
         want = f"{list(case.inputs.q.shape)} {case.inputs.q.dtype}"
         return Verdict(f"o is {list(o.shape)} {o.dtype}, want {want}")
@@ -177,5 +187,7 @@ def check_kernel(kernel: Any, case: Case) -> Verdict:
             assert_lse_close(lse, ref_lse, case.shape.dtype)
         except AssertionError as error:
             return Verdict(str(error), rms, worst)
-    o, lse = _poisoned_run(kernel, torch.zeros_like(case.inputs.q), CENSUS_LAYER)
-    return Verdict(_census_reason(o, lse, case), rms, worst)
+    if misuse:
+        return Verdict(misuse, rms, worst)
+    o, lse, misuse = _poisoned_run(kernel, torch.zeros_like(case.inputs.q), CENSUS_LAYER)
+    return Verdict(misuse or _census_reason(o, lse, case), rms, worst)

@@ -146,6 +146,7 @@ def peer_summary(df: pd.DataFrame, peers: pd.DataFrame) -> str:
         f"{ratio.min():.2f}x at worst, {math.exp(float(ratio.map(math.log).mean())):.2f}x in the "
         "geometric mean"
         for title, ratio in lines
+        if ratio.notna().any()
     )
     again = "\n".join(
         f"- {line['peer']} measured here against its published timing: {line['ratio']:.2f}x in the "
@@ -153,7 +154,7 @@ def peer_summary(df: pd.DataFrame, peers: pd.DataFrame) -> str:
         f"{line['within']} within 15%"
         for _, line in agreement(df, peers).iterrows()
     )
-    return f"{won}\n{again}" if again else won
+    return "\n".join(text for text in (won, again) if text)
 
 
 def reference_table(folder: str | Path, model: str) -> str:

@@ -11,7 +11,16 @@ import numpy as np
 import pandas as pd
 from rich.table import Table
 
-from experiments.derived import BASELINE, HEADS, SETTING, derive, is_gpu, is_measured, is_predicted
+from experiments.derived import (
+    BASELINE,
+    HEADS,
+    SETTING,
+    derive,
+    is_gpu,
+    is_measured,
+    is_own,
+    is_predicted,
+)
 from experiments.measurement import BYTES_ONLY
 from experiments.results import latest
 
@@ -41,6 +50,7 @@ def _winners(rows: pd.DataFrame, source: str, point: list[str], baseline: str) -
         if source == "predicted":  # a lower bound is no rival of a prediction
             is_bound = group["status_detail"] == BYTES_ONLY
             ranked = group[~is_bound] if not is_bound.all() else group
+            ranked = ranked[is_own(ranked)] if is_own(ranked).any() else ranked
         best = ranked.iloc[int(ranked[latency].to_numpy().argmin())]
         base = group.loc[group["kernel"] == baseline, latency]
         device = best["gpu"] if source == "measured" else best["predicted_for"]
@@ -49,7 +59,7 @@ def _winners(rows: pd.DataFrame, source: str, point: list[str], baseline: str) -
                 **{name: best[name] for name in ("workload", "step", *HEADS, "io_saved")},
                 "source": source,
                 "device": "cpu" if pd.isna(device) else device,
-                "num_kernels": group["label"].nunique(),
+                "num_kernels": ranked["label"].nunique(),
                 "winner": best["label"],
                 "winner_us": best[latency],
                 "baseline_us": base.min() if len(base) else float("nan"),
@@ -138,7 +148,10 @@ def table_of(frame: pd.DataFrame, source: str, baseline: str, max_rows: int = 60
         )
     notes = []
     if source == "predicted":
-        notes.append("Predictions rank plans, they are no latencies (docs/timing.md).")
+        notes.append(
+            "Predictions rank plans, they are no latencies (docs/timing.md)."
+            " Baselines' are lower bounds and not ranked where a plan has one."
+        )
     if len(lines) > max_rows:
         notes.append(f"{len(lines) - max_rows} more points are in the rows.")
     if lines["baseline_us"].isna().any():

@@ -36,18 +36,23 @@ def expand_variants(
         known: every kernel id there is.
 
     Raises:
-        ConfigError: a variant of no kernel, or not a list of knobs.
+        ConfigError: a variant of no kernel, not a list of knobs, or a class or name among them.
     """
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
     for name, listed in variants.items():
         if name not in known:
             raise ConfigError(f"variants.{name}: no such kernel; there are {sorted(known)}")
         for knobs in listed if isinstance(listed, list) else [None]:
             if not isinstance(knobs, dict) or not knobs:
                 raise ConfigError(f"variants.{name} wants a list of knobs, as [{{key: value}}]")
+            fixed = sorted({"_target_", "name"} & set(knobs))
+            if fixed:
+                raise ConfigError(f"variants.{name}: {fixed[0]} is no knob; add a kernel instead")
             if name in kernels and not knobs.items() <= kernels[name].items():
                 text = " ".join(f"{key}={_override_text(value)}" for key, value in knobs.items())
-                entries[f"{name} {text}"] = {**kernels[name], **knobs}
+                conf = {**kernels[name], **knobs}
+                if conf not in entries.values():  # the same knobs in another order
+                    entries[f"{name} {text}"] = conf
     return entries
 
 

@@ -321,3 +321,11 @@ def test_baselines_import_without_optional_libraries() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "imported", done.stderr
+
+
+def test_node_handles_that_are_no_integers_are_refused() -> None:
+    tree = DecodeTree([-1, 0], [3, 2], [0, 1])
+    shape = HeadShape(2, 1, 16, "float32")
+    cache = make_cache(tree, shape, make_inputs(tree, shape))
+    with pytest.raises(ValueError, match="must be integers"):
+        DenseAttention().plan(tree, cache, nodes=np.array([0.0, 1.7]))

@@ -201,3 +201,9 @@ def test_query_order_does_not_matter():
     shuffled = DecodeTree(ODD.parent, ODD.node_len, ODD.query_node[order.numpy()])
     again, _ = run(shuffled, replace(inputs, q=inputs.q[order.to(DEVICE)]))
     assert row_rms_error(again, o[order.to(DEVICE)].double()) < 1e-3
+
+
+def test_nan_where_the_reference_is_zero_is_an_error():
+    zeros = torch.zeros(1, 1, 4)
+    assert row_rms_error(zeros * float("nan"), zeros) == float("inf")
+    assert row_rms_error(zeros, zeros) == 0

@@ -199,6 +199,8 @@ def test_wrong_knobs_are_refused() -> None:
         FlashInferCascade(min_share=-1)
     with pytest.raises(ValueError, match="merge must be one of"):
         FlashInferBatchNodes(merge="tree")
+    with pytest.raises(ValueError, match="tensor_cores must be"):
+        FlashInferDecode(tensor_cores="false")  # type: ignore[arg-type]
 
 
 def test_one_level_takes_no_merge() -> None:

@@ -69,3 +69,33 @@ def test_slots_outside_the_tree_hold_nan() -> None:
     case = make_case(TREE, SHAPE, page_size=16)
     pool = case.cache.k_cache[0].reshape(-1, 2, 64)
     assert int(torch.isnan(pool[:, 0, 0]).sum()) == len(pool) - TREE.num_tokens
+
+
+class ScalesQ(TreeAttention):
+    def run(self, q, layer=0, **keywords):
+        result = super().run(q, layer, **keywords)
+        q.mul_(2)
+        return result
+
+
+class FreshOut(TreeAttention):
+    def run(self, q, layer=0, *, out=None, lse=None):
+        return super().run(q, layer, lse=lse)
+
+
+class FreshLse(TreeAttention):
+    def run(self, q, layer=0, *, out=None, lse=None):
+        return super().run(q, layer, out=out, lse=lse.clone())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(ScalesQ, "writes to q"), (FreshOut, "the out"), (FreshLse, "the lse")]
+)
+def test_misused_buffers_fail_and_spare_the_kernels_after(kernel: type, said: str) -> None:
+    case = make_case(TREE, SHAPE)
+    wrong = kernel("flatten", backend="torch")
+    wrong.plan(TREE, case.cache)
+    assert said in check_kernel(wrong, case).reason
+    right = TreeAttention("flatten", backend="torch")
+    right.plan(TREE, case.cache)
+    assert check_kernel(right, case).reason is None
