@@ -10,7 +10,9 @@ K and V are views of the pool where the slots are consecutive, else a copy (`own
 SDPA's kernel (cuDNN: 128 rows a thread block, FlashAttention-2: 128, 64 above head_dim 128), each
 block reading the whole prefix; q brought together head by head where there is a group; the two
 outputs and LSEs, written and read by the merge (one fused kernel, compiled by torch at first use on
-CUDA; on a CPU plain operations).
+CUDA; on a CPU plain operations); the merged output and LSE, and the copy of that output into the
+caller's buffer. Where the flash backend splits the prefix to fill the GPU, its own partial outputs
+are not counted.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from deft.tree import DecodeTree, LongArray, segment_arange
 
 BACKENDS = ("cudnn", "flash")
 _LSE_BYTES = 4
+_LOWEST = torch.finfo(torch.float32).min
 
 
 class TwoLevels(NamedTuple):
@@ -132,8 +135,9 @@ class CudnnPrefixAttention(Baseline):
             kv_unique=rest.kv_unique + tokens * shape.kv_token_bytes,
             q=rest.q + q_moves * rows_bytes,
             q_unique=rows_bytes,
-            out=rows_bytes,
-            partial=rest.partial + 2 * 2 * (rows_bytes + lse_bytes),  # two outputs, write + read
+            out=3 * rows_bytes,  # merged, then copied: written, read, written
+            # Two outputs and LSEs, written and read; the merged LSE, written.
+            partial=rest.partial + 2 * 2 * (rows_bytes + lse_bytes) + lse_bytes,
             mask=rest.mask,
             index=rest.index,
         )
@@ -152,7 +156,7 @@ class CudnnPrefixAttention(Baseline):
         prefix = IOBytes(**{term: getattr(whole, term) - getattr(below, term) for term in terms})
         flops = 4 * shape.head_dim * shape.num_qo_heads * tree.num_qo * tokens
         ctas = self._blocks(tree, shape) * shape.num_kv_heads
-        launches = 2 if shape.group_size == 1 else 3
+        launches = 3 + (shape.group_size > 1)  # SDPA, merge, copy; q gathered
         return rest + predict_us(prefix, flops, device_model, ctas, launches)
 
     # ---- once a step -------------------------------------------------------------------------
@@ -206,6 +210,7 @@ class CudnnPrefixAttention(Baseline):
         ops, scale = torch.ops.aten, self.sm_scale
         if q.device.type != "cuda":
             o, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
+            _mark_rows_of_no_weight(q[0], k[0], lse[0])
         elif self.backend == "cudnn":
             o, lse = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, scale=scale)[:2]
         else:
@@ -213,17 +218,34 @@ class CudnnPrefixAttention(Baseline):
         return o, lse.float()
 
 
+def _mark_rows_of_no_weight(q: Tensor, k: Tensor, lse: Tensor) -> None:
+    """Set to -inf, in place, the LSE of rows whose logits are all -inf: the CPU's kernel says 0.
+
+    Args:
+        q, k: [heads, rows, head_dim] and [heads, tokens, head_dim].
+        lse: [heads, rows].
+    """
+    for head in torch.nonzero((lse == 0).any(-1)).flatten().tolist():
+        rows = torch.nonzero(lse[head] == 0).flatten()
+        logits = q[head, rows].float() @ k[head].float().T  # the scale is positive: same sign
+        lse[head, rows[logits.amax(-1) == -torch.inf]] = -torch.inf
+
+
 def _weighted(
     above: Tensor, above_lse: Tensor, below: Tensor, below_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean of two outputs by exp(LSE), and its LSE; below's may be -inf, above's not."""
-    top = torch.maximum(above_lse, below_lse)
+    """The mean of two outputs by exp(LSE), and its LSE: 0 and -inf where both are -inf.
+
+    An LSE of +inf is FlashAttention's for a row whose logits are all -inf.
+    """
+    above_lse = above_lse.masked_fill(above_lse == torch.inf, -torch.inf)
+    top = torch.maximum(above_lse, below_lse).clamp_min(_LOWEST)  # finite: -inf - -inf is NaN
     first, second = (above_lse - top).exp(), (below_lse - top).exp()
-    total = first + second
+    total = first + second  # at least 1, or 0 where both are -inf
+    share = 1 / total.clamp_min(1)
     wide = torch.promote_types(above.dtype, torch.float32)
-    mixed = (
-        above.to(wide) * (first / total)[..., None] + below.to(wide) * (second / total)[..., None]
-    )
+    mixed = above.to(wide) * (first * share)[..., None]
+    mixed = mixed + below.to(wide) * (second * share)[..., None]
     return mixed.to(above.dtype), top + total.log()
 
 

@@ -10,8 +10,8 @@ takes 4-6 s beside an H200), always to its general kernel. K and V must be one t
 views of the pool where its slots are consecutive, else a copy (`own_copy`). io() counts the
 compiled kernel of torch 2.11-2.13: one thread block per query head and block of queries reads K and
 V of the blocks it does not skip (no packing of the group), and the two int32 of every token in a
-masked block. Where the queries' order is not theirs in the tree, q and o are permuted in run(), and
-counted.
+masked block; o is written by the kernel and copied into the caller's buffer. Where the queries'
+order is not theirs in the tree, that copy permutes o, and q is permuted before, which is counted.
 
 On a CPU the operator runs uncompiled, as plain matrix products: for numerics, not for speed.
 """
@@ -123,7 +123,7 @@ class FlexAttention(Baseline):
             kv_unique=tree.attended_tokens * shape.kv_token_bytes,
             q=moves * rows_bytes,
             q_unique=rows_bytes,
-            out=moves * rows_bytes,
+            out=3 * rows_bytes,  # and once more into the caller's buffer
             mask=masked * shape.num_qo_heads * 8,
             index=int(blocks.some.sum()) * shape.num_qo_heads * 4,
         )
@@ -135,7 +135,7 @@ class FlexAttention(Baseline):
         blocks = self._blocks(tree)
         flops = 4 * shape.head_dim * shape.num_qo_heads * int(blocks.some.sum()) * BLOCK * BLOCK
         ctas = blocks.some.shape[0] * shape.num_qo_heads
-        launches = 1 if _is_sorted(tree) else 3
+        launches = 2 if _is_sorted(tree) else 3
         return predict_us(self.io(tree, shape, page_size), flops, device_model, ctas, launches)
 
     # ---- once a step -------------------------------------------------------------------------

@@ -9,8 +9,10 @@ On CUDA the memory-efficient backend is pinned: with a mask, torch's FlashAttent
 math backend would spill the logits. It knows no GQA, so K and V are expanded over the group with
 stride 0: no copy, but each *query* head streams the whole tree. io() counts that kernel (torch
 2.11, CUTLASS fmha): one thread block per query head and 64 queries (32 for head_dim > 128) reads
-all of K and V once, and one mask row per query and query head; with a group the output, which comes
-head by head, is copied once more. backend="cudnn" pins cuDNN, whose blocks hold 128 queries.
+all of K and V once, and one mask row per query and query head; SDPA writes a tensor of its own,
+which is copied into the caller's buffer. (Where no buffer is given and there is no group, it is
+returned as it is, a copy less than counted.) backend="cudnn" pins cuDNN, whose blocks hold 128
+queries.
 
 A dense mask gives invisible V a weight of 0: a NaN anywhere in the tree reaches every query.
 """
@@ -86,7 +88,7 @@ class MedusaDenseAttention(Baseline):
             kv_unique=tree.num_tokens * shape.kv_token_bytes,
             q=rows_bytes,
             q_unique=rows_bytes,
-            out=rows_bytes if shape.group_size == 1 else 3 * rows_bytes,
+            out=3 * rows_bytes,  # and once more into the caller's buffer
             mask=tree.num_qo * tree.num_tokens * shape.num_qo_heads * shape.dtype_bytes,
         )
 
@@ -99,8 +101,7 @@ class MedusaDenseAttention(Baseline):
         tokens = -(-tree.num_tokens // _BLOCK_N) * _BLOCK_N
         flops = 4 * shape.head_dim * blocks * block_m * tokens
         io = self.io(tree, shape, page_size)
-        launches = 1 + (shape.group_size > 1)
-        return predict_us(io, flops, device_model, blocks, launches)
+        return predict_us(io, flops, device_model, blocks, num_launches=2)
 
     def _block_m(self, shape: HeadShape) -> int:
         if self.backend == "cudnn":

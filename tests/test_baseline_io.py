@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from baselines.baseline import Baseline
 from baselines.cudnn_prefix import CudnnPrefixAttention, two_levels
 from baselines.flash_attention2 import FlashAttention2
 from baselines.flash_attention3 import FlashAttention3
 from baselines.flash_attention4 import FlashAttention4
 from baselines.flex_attention import FlexAttention, tree_blocks
+from baselines.medusa_dense import MedusaDenseAttention
 from baselines.plan_checks import path_tokens
 from deft.reference import visible_tokens
 from deft.shape import HeadShape
+from deft.testing import make_cache, make_inputs
 from deft.topologies import few_shot, forest, layered
 from deft.tree import DecodeTree
 from tests.trees import CAUSAL, NAMED
@@ -85,14 +91,17 @@ def test_cudnn_prefix_counts_two_levels_and_their_merge() -> None:
     # The prefix: 2 queries are one block of 128 rows, which reads 3 tokens.
     assert io.kv == 3 * 64 + rest.kv
     assert io.kv_unique == 6 * 64
-    assert (io.q, io.out) == (2 * 32 + rest.q, 2 * 32)
-    # Two outputs of 2 x 32 bytes and two LSEs of 2 queries x 2 heads x 4, written and read.
-    assert io.partial == 2 * 2 * (64 + 16)
+    # The merge writes 2 x 32 bytes; they are read again and written to the caller's buffer.
+    assert (io.q, io.out) == (2 * 32 + rest.q, 3 * 2 * 32)
+    # Two outputs of 2 x 32 bytes and two LSEs of 2 queries x 2 heads x 4, written and read; the
+    # merged LSE, written.
+    assert io.partial == 2 * 2 * (64 + 16) + 16
     many = few_shot(3, 200, 1)
     grouped = CudnnPrefixAttention(rest="sequence").io(many, GROUPED, 1)
     assert grouped.kv == (4 * 3 + 200) * 64  # 400 rows a KV head: four blocks
     alone = CudnnPrefixAttention().io(forest([SMALL, SMALL]), PLAIN, 1)
-    assert alone.partial == 0  # nothing is shared by all: no second output
+    # Nothing is shared by all: no second output, and the rest writes the caller's buffer.
+    assert (alone.partial, alone.out) == (0, 4 * 32)
 
 
 def test_flex_attention_counts_the_blocks_that_it_visits() -> None:
@@ -101,7 +110,8 @@ def test_flex_attention_counts_the_blocks_that_it_visits() -> None:
     assert io.kv == 4 * 128 * 2 * 8 * 2
     assert io.kv_unique == 6 * 64
     assert (io.mask, io.index) == (4 * 128 * 8, 4 * 4)
-    assert (io.q, io.out) == (2 * 64, 2 * 64)
+    # q read; o written, read again, and written to the caller's buffer.
+    assert (io.q, io.out) == (2 * 64, 3 * 2 * 64)
     # 256 shared tokens, then 256 leaves of one token: two blocks of queries see the two blocks
     # above them whole, and of the two below each its own, under the mask.
     tree = few_shot(256, 256, 1)
@@ -132,3 +142,36 @@ def test_block_mask_covers_what_queries_see(tree: DecodeTree) -> None:
             part = sees[row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
             assert blocks.some[row, column] == part.any()
             assert not blocks.every[row, column] or part.all()
+
+
+@pytest.mark.parametrize("kernel", [CudnnPrefixAttention, MedusaDenseAttention])
+@pytest.mark.parametrize("shape", [GROUPED, PLAIN], ids=["group 2", "no group"])
+@pytest.mark.parametrize("query_node", [[1, 2], [2, 1]], ids=["in order", "swapped"])
+def test_a_copy_into_the_callers_buffer_is_counted(
+    kernel: type[Baseline],
+    shape: HeadShape,
+    query_node: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = DecodeTree(SMALL.parent, SMALL.node_len, query_node)
+    inputs = make_inputs(tree, shape)
+    made, out = kernel(), torch.empty_like(inputs.q)  # type: ignore[call-arg]
+    made.plan(tree, make_cache(tree, shape, inputs))
+    copies = []
+
+    def watch(name: str) -> None:
+        copy = getattr(torch.Tensor, name)
+
+        def watched(target: torch.Tensor, *rest: Any) -> Any:
+            copies.append(target.data_ptr() == out.data_ptr())
+            return copy(target, *rest)
+
+        monkeypatch.setattr(torch.Tensor, name, watched)
+
+    watch("copy_")
+    watch("index_copy_")
+    made.run(inputs.q, out=out)
+    monkeypatch.undo()
+    assert sum(copies) == 1
+    # The method's own tensor is written, read again, and written to the caller's.
+    assert made.io(tree, shape, 1).out == 3 * tree.num_qo * shape.q_token_bytes

@@ -224,7 +224,8 @@ def test_medusa_dense_io_by_hand() -> None:
     assert io.kv_unique == 6 * 2 * 2 * 8 * 2
     assert io.mask == 4 * 2 * 6 * 2
     assert (io.q, io.out) == (128, 3 * 128)
-    assert kernel.io(SMALL, HeadShape(4, 4, 8), 16).out == 128  # no group: no second copy
+    # Without a group too: SDPA writes o, which is read again and written to the caller's buffer.
+    assert kernel.io(SMALL, HeadShape(4, 4, 8), 16).out == 3 * 128
     wide = DecodeTree([-1], [10], [0] * 65)
     assert kernel.io(wide, HeadShape(1, 1, 64), 1).kv == 2 * 10 * 2 * 64 * 2
     assert kernel.io(wide, HeadShape(1, 1, 256), 1).kv == 3 * 10 * 2 * 256 * 2
