@@ -1,11 +1,16 @@
 """The code in README.md and docs/ runs, and the names it mentions exist."""
 
+import inspect
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft import AttentionKernel, DecodeTree, HeadShape
 from deft.planners import PLANNERS
@@ -45,6 +50,54 @@ def test_the_kernel_template_satisfies_the_protocol_and_the_gate() -> None:
         assert status == "ok", f"{name}: {detail}"
 
 
+def test_the_kernel_template_is_annotated_and_clean(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "adding_a_kernel.md"
+    kernel = executed(page)["MyKernel"]
+    for name in ("__init__", "unsupported", "io", "plan", "run"):
+        signature = inspect.signature(getattr(kernel, name))
+        told = [p.annotation for p in signature.parameters.values() if p.name != "self"]
+        assert inspect.Signature.empty not in [*told, signature.return_annotation], name
+    if find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    (tmp_path / "my_kernel.py").write_text(blocks(page, "python")[0])
+    for words in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml")]
+        done = subprocess.run([*ruff, str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "bmm"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_kernel_template_uses_its_knob() -> None:
+    kernel_class = executed(ROOT / "docs" / "adding_a_kernel.md")["MyKernel"]
+    tree, shape = odd_trees()["few_shot"], HeadShape(4, 2, 8, "float32")
+    read = []
+    for block in (1, 7, 1000):
+        kernel = kernel_class(block=block)
+        outcome = check_one(kernel, tree, shape, 1, torch.device("cpu"))
+        assert outcome[0] == "ok", outcome
+        with Products() as products:
+            kernel.run(torch.zeros(tree.num_qo, 4, 8))
+        read.append(products.count)
+    # Two products a block; each of three queries sees 37 + 5 tokens.
+    assert read == [2 * 3 * 42, 2 * 3 * 6, 2 * 3]
+
+
+def test_the_kernel_page_gives_readmes_row_of_each_example() -> None:
+    text = (ROOT / "docs" / "adding_a_kernel.md").read_text()
+    examples = re.findall(r"^# @package kernel\.(\w+)$", text, re.MULTILINE)
+    assert sorted(examples) == ["flatten_32", "my_kernel"]
+    assert [name for name in examples if f"``| `{name}` | " not in text] == []
+
+
 def test_plan_document_lists_the_planners() -> None:
     table = (ROOT / "docs" / "plan.md").read_text().partition("## Strategies")[2]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(PLANNERS)
@@ -70,7 +123,8 @@ def test_linked_and_named_files_exist(path: Path) -> None:
 def test_readme_lists_every_kernel() -> None:
     table = (ROOT / "README.md").read_text().partition("## Kernels")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
-    assert listed == {path.stem for path in (ROOT / "conf" / "kernel").glob("*.yaml")}
+    known = {path.stem for path in (ROOT / "conf" / "kernel").glob("*.yaml")}
+    assert listed == known, f"rows missing in README's table of kernels: {sorted(known - listed)}"
 
 
 def table_row(text: str, first_cell: str) -> set[str]:
