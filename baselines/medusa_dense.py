@@ -85,7 +85,7 @@ class MedusaDenseAttention(Baseline):
         rows_bytes = tree.num_qo * shape.q_token_bytes
         return IOBytes(
             kv=blocks * tree.num_tokens * token_head_bytes,
-            kv_unique=tree.num_tokens * shape.kv_token_bytes,
+            kv_unique=tree.num_tokens * shape.kv_token_bytes if tree.num_qo else 0,
             q=rows_bytes,
             q_unique=rows_bytes,
             out=3 * rows_bytes,  # and once more into the caller's buffer
