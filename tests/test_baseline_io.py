@@ -16,6 +16,7 @@ from baselines.flash_attention4 import FlashAttention4
 from baselines.flex_attention import FlexAttention, tree_blocks
 from baselines.medusa_dense import MedusaDenseAttention
 from baselines.plan_checks import path_tokens
+from deft.planners import plan_tree
 from deft.reference import visible_tokens
 from deft.shape import HeadShape
 from deft.testing import make_cache, make_inputs
@@ -175,3 +176,25 @@ def test_a_copy_into_the_callers_buffer_is_counted(
     assert sum(copies) == 1
     # The method's own tensor is written, read again, and written to the caller's.
     assert made.io(tree, shape, 1).out == 3 * tree.num_qo * shape.q_token_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({"split_len": "auto", "max_splits": 8}, 8),  # radix_attention: 1,024 tokens a split
+        ({"split_len": "auto", "max_splits": 1}, 1),
+        ({"split_len": 512}, 16),  # paged_attention
+        ({"split_len": None}, 1),
+        ({"split_len": "auto"}, 64),  # flash_decoding: the GPU is not full before 128 tokens
+    ],
+    ids=str,
+)
+def test_sequences_read_every_path_and_write_partials_of_its_splits(
+    options: dict[str, Any], splits: int
+) -> None:
+    tree = few_shot(8000, 2, 192)  # two paths of 8,192 tokens
+    io = plan_tree(tree, GROUPED, "sequence", partial_dtype="float16", **options).io()
+    assert io.kv == 2 * 8192 * 64
+    slots = 0 if splits == 1 else splits
+    assert io.partial == 2 * 2 * slots * 4 * (8 * 2 + 4)  # fp16 rows of 8 and an fp32 LSE
+    assert (io.q, io.out) == (2 * splits * 64, 2 * 64)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deft import AttentionKernel, DecodeTree, HeadShape
@@ -125,6 +127,24 @@ def test_readme_lists_every_kernel() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
     known = {path.stem for path in (ROOT / "conf" / "kernel").glob("*.yaml")}
     assert listed == known, f"rows missing in README's table of kernels: {sorted(known - listed)}"
+
+
+def test_page_of_baselines_tells_every_swept_knob_and_every_default() -> None:
+    text = (ROOT / "docs" / "baselines.md").read_text()
+    table = text.partition("\n## Knobs")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| `")]
+    swept = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "variants" / "libraries.yaml"))
+    assert {kernel.strip(" `"): knobs_of(cell) for kernel, _, cell in rows} == swept
+    for kernel, default, cell in rows:
+        conf = OmegaConf.load(ROOT / "conf" / "kernel" / f"{kernel.strip(' `')}.yaml")
+        told = {key: value for knobs in knobs_of(default) for key, value in knobs.items()}
+        assert told == {key: conf[key] for key in told}
+        assert set(told) == {key for knobs in knobs_of(cell) for key in knobs}
+
+
+def knobs_of(cell: str) -> list[dict[str, Any]]:
+    """The knobs in backticks of a table's cell, each a mapping as YAML has it."""
+    return [yaml.safe_load(f"{{{knobs}}}") for knobs in re.findall(r"`([^`]+)`", cell)]
 
 
 def table_row(text: str, first_cell: str) -> set[str]:
